@@ -14,13 +14,13 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from curve import REWARD, SFT, episodes
 
 from flows.core.config import resolve
-from flows.execution.machine import dtype_of, measure
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.loading import setup_torch
+from stages.lib.lm.loading import resolve_dtype, setup_torch
 from stages.lib.lm.packing import unwrap_peft
 from stages.ppo.trainer.roles import Roles, load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -81,6 +81,17 @@ def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
     return episodes * (generate + frozen + ppo.num_ppo_epochs * epoch)
 
 
+def matmul_rate(dtype: torch.dtype, size: int = 768, least_seconds: float = 0.3) -> float:
+    """FLOP/s of products of two matrices on this machine's CPU."""
+    matrix, products = torch.ones(size, size, dtype=dtype), 0
+    (matrix @ matrix).sum().item()  # warms up
+    start = time.perf_counter()
+    while time.perf_counter() - start < least_seconds:
+        (matrix @ matrix)[0, 0].item()
+        products += 1
+    return 2 * size**3 * products / (time.perf_counter() - start)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=32, help="responses per update")
@@ -91,8 +102,7 @@ def main() -> None:
     sizes.append(f"ppo.micro_batch_size={min(options.episodes, 32)}")
     params = resolve("keep", None, [*sizes, *options.set])
     setup_torch(params)
-    machine = measure()
-    rate = machine.rates[dtype_of(params, machine)]
+    rate = matmul_rate(resolve_dtype(params.model.dtype))
     roles = load_roles(params, SFT, REWARD)
     roles.tokenizer.eos_token = NEVER_SAMPLED
     unwrap_peft(roles.policy).generation_config.eos_token_id = None

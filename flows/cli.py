@@ -16,7 +16,8 @@ from stages.lib.core.errors import BadInput, RondoError, print_failure
 
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 network or server unreachable, "
-    "5 disk full or failing, 1 other errors, 128 + a signal's number after it (Ctrl-C: 130)."
+    "5 disk full or failing, 6 out of memory, 1 other errors, 128 + a signal's number after it "
+    "(Ctrl-C: 130)."
 )
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -38,7 +38,8 @@ from flows.core.git import revision
 from flows.core.locks import Locks, current_locks
 from flows.core.run_locks import hold_run_lock
 from flows.core.services import HOME, LogLine
-from flows.execution import dvc_stages, energy, fork_server, gpus, history, inputs, needs
+from flows.execution import dvc_stages, fork_server, gpus, history, inputs, needs
+from flows.execution.meter import Meter
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, retries
 from flows.orchestration.decisions import (
@@ -123,7 +124,7 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
         tracker.progress()
         run_artifacts.line(line)
 
-    result, meter = "cancelled", energy.Meter(energy.counters_of(address, load_params()))
+    result, meter = "cancelled", Meter()
     tracker.start(address, meter)
     try:
         outcome = dvc_stages.run(address, on_line, around=computing(address, meter, log))
@@ -149,7 +150,7 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
 
 
 @contextmanager
-def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]:
+def computing(address: str, meter: Meter, log: LogLine) -> Iterator[None]:
     """Measure a stage while it computes; all but quick stages wait for a compute slot first."""
     if split_address(address)[0] in QUICK_STAGES:
         slot: AbstractContextManager[None] = nullcontext()
@@ -244,7 +245,7 @@ def pipeline(
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
         if ended:
             log(f"ended, not run again (--rerun does): {', '.join(ended)}")
-        # 3. Find the stages to run, and estimate time, memory and disk.
+        # 3. Find the stages to run, and what they need.
         names = list(params.rounds)
         shown = [*ended[-SHOWN_ENDED:], *names]
         inputs.refresh(params, home, log)

@@ -20,7 +20,7 @@ from flows.core.git import revision
 from flows.core.services import HOME
 from flows.core.tables import interval
 from flows.execution import dvc_stages
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.execution.worktree import folder_of_run
 from flows.orchestration import concurrency
 from flows.pipeline import make_logger
@@ -61,7 +61,7 @@ def evaluate_checkpoint(
     with chdir(folder):
         params_of(round)
         find_checkpoint(round, checkpoint)
-    with chdir(folder), concurrency.compute_slot(log), Meter([]) as meter:
+    with chdir(folder), concurrency.compute_slot(log), Meter() as meter:
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line
         )

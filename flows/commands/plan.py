@@ -1,31 +1,43 @@
-"""`rondo plan`: which GPUs PPO needs for a model, by which engine, and with which settings."""
+"""`rondo plan`: the GPU memory that each stage needs for a model, and settings that fit."""
 
 import argparse
 import json
+import math
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.config import KEEP, read_preset, resolve
+from flows.core.config import KEEP, resolve
 from flows.core.tables import render_text
-from flows.execution import cluster_plan, estimate
-from flows.execution.cluster_plan import Cluster, Plan, Workload
-from flows.execution.machine import Machine
-from flows.execution.memory import Limits
+from flows.execution import memory
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
-from stages.lib.core.params.openrlhf import OPENRLHF
 from stages.lib.core.params.policy import Algorithm, Engine, PpoParams
 
-RATES = ("learning_rate", "critic_learning_rate")
 HEAD = "http://HEAD:8265"
-ABOUT = "print which GPUs a model needs, memory by role, hours, the engine and its settings"
+RATES = ("learning_rate", "critic_learning_rate")  # of adapters and of all weights differ
+GPU_COUNTS = (1, 2, 4, 8, *range(16, 513, 8))
+USABLE = 0.9  # of a GPU; the rest is for the CUDA context, NCCL and fragments
+VLLM_WEIGHTS = 0.3  # of a GPU, so that as much is left to keys and values of vLLM's 0.6
+ABOUT = "print the GPU memory that each stage needs for a model, and settings that fit"
+
+
+class Cluster(NamedTuple):
+    """gpus: per node. bytes: of one GPU."""
+
+    nodes: int
+    gpus: int
+    bytes: float
+
+    @property
+    def all_gpus(self) -> int:
+        return self.nodes * self.gpus
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -41,8 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--preset",
         default="openrlhf",
         metavar="NAME",
-        help="lengths, batches and episodes: of this preset (default: openrlhf), or `keep`: of "
-        "params.yaml",
+        help="lengths and batches: of this preset (default: openrlhf), or `keep`: of params.yaml",
     )
     command.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of them"
@@ -54,188 +65,131 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         BadInput: the model is not known, the GPUs are no numbers, or a setting is wrong.
     """
-    cluster = cluster_plan.parse_cluster(options.gpus)
-    address = [] if options.preset == KEEP else [f"launcher.ray_address={HEAD}"]
-    params = resolve(options.preset, None, [*address, *options.set])
+    cluster = parse_cluster(options.gpus)
     shape = NAMED_SIZES.get(options.model.lower()) or read_shape(options.model)
     if shape is None:
         raise BadInput(
             f"--model {options.model}: no folder, no size ({', '.join(NAMED_SIZES)}), and its "
             "config.json is neither in the cache nor can the hub be reached"
         )
-    request = Request(options.model, cluster, options.preset, options.set)
-    print("\n".join(lines(params, shape, request)))
+    parts = (setting.partition("=") for setting in options.set)
+    given = {key.strip(): value for key, _, value in parts}
+    if Path(options.model).is_dir() or "@" in options.model:
+        given.setdefault("assets.model", options.model)
+    address = [] if options.preset == KEEP else [f"launcher.ray_address={HEAD}"]
+    params = resolve(options.preset, None, [*address, *options.set])
+    if params.algorithm is not Algorithm.ppo:
+        raise BadInput(f"algorithm {params.algorithm.value}: expected ppo, the one with a plan")
+    print(
+        f"{options.model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
+        f"{cluster.gpus} GPUs of {cluster.bytes / 1e9:.0f} GB, of which {USABLE:.0%} are used; "
+        "calculated, never measured (docs/scale.md)"
+    )
+    if params.ppo.engine is Engine.local:
+        proposals: dict[str, dict[str, Any]] = {"these settings": {}}
+    else:
+        title = f"all weights, by {params.ppo.engine.value} on all GPUs"
+        proposals = {title: on_all_gpus(params, shape, cluster)}
+    proposals["adapters, by Rondo"] = with_adapters(params, given)
+    for title, changes in proposals.items():
+        values = given | {key: as_yaml(value) for key, value in changes.items()}
+        print(f"\nPPO of {title}; GB of the one GPU of each stage, at most:")
+        print("\n".join(proposal(options.preset, values, shape, cluster)))
     return 0
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user asks for. settings: the values of `--set`."""
+def parse_cluster(text: str) -> Cluster:
+    """
+    Raises:
+        BadInput: it is neither GPUS x GB nor NODES x GPUS x GB.
 
-    model: str
-    cluster: Cluster
-    preset: str
-    settings: list[str]
-
-    @property
-    def values(self) -> dict[str, str]:
-        """The settings, by key."""
-        parts = (setting.partition("=") for setting in self.settings)
-        return {key.strip(): value for key, _, value in parts}
-
-    @property
-    def names_model(self) -> bool:
-        """Whether the model is one that `assets.model` can have."""
-        return Path(self.model).is_dir() or "@" in self.model
-
-    def command(self, changes: Mapping[str, Any]) -> tuple[str, Params]:
-        """The command of a run with the user's settings and `changes`, and its params.
-
-        Raises:
-            BadInput: the settings do not fit each other.
-        """
-        values = self.values | {key: _yaml(value) for key, value in changes.items()}
-        if self.names_model:
-            values.setdefault("assets.model", self.model)
-        settings = [f"{key}={value}" for key, value in values.items()]
-        words = ["rondo", "run", "--preset", self.preset]
-        words += [word for setting in settings for word in ("--set", setting)]
-        return shlex.join(words), resolve(self.preset, None, settings)
+    >>> parse_cluster("2x8x80")
+    Cluster(nodes=2, gpus=8, bytes=80000000000.0)
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)", text.lower())
+    nodes, gpus, gigabytes = (float(part or 1) for part in match.groups()) if match else (0, 0, 0)
+    if not min(nodes, gpus, gigabytes):
+        raise BadInput(
+            f"--gpus {text}: expected GPUs x GB of one, e.g. 8x80, or nodes x GPUs per node x GB, "
+            "e.g. 2x8x80"
+        )
+    return Cluster(int(nodes), int(gpus), gigabytes * 1e9)
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def lines(params: Params, shape: ModelShape, request: Request) -> list[str]:
-    """The answer: sizes, memory in each phase, time, and the recommended engine."""
-    ppo, cluster = params.ppo, request.cluster
-    work = Workload(
-        params.prepare.max_prompt_tokens,
-        ppo.response_length,
-        ppo.batch_size,
-        ppo.mini_batch_size,
-        ppo.micro_batch_size,
-        ppo.total_episodes,
-    )
-    plan = cluster_plan.make_plan(shape, cluster, work)
-    factor = cluster_plan.GPU_SECONDS_FACTOR
-    named = "" if request.names_model else "; add your model and data: --set assets.model=..."
-    about = [
-        f"{request.model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
-        f"{cluster.gpus_per_node} GPUs of {cluster.gpu_bytes / 1e9:.0f} GB",
-        f"{work.episodes} episodes of {work.prompt} + {work.response} tokens at most, "
-        f"{plan.work.micro_batch} per GPU at once",
-        f"estimates, never measured by Rondo (docs/scale.md){named}",
-        "",
-        "PPO by OpenRLHF, all weights, all models on all GPUs by turns; GB of one GPU:",
-        render_text(_table(plan)),
-        f"RAM per node, where policy and critic wait: {plan.ram / 1e9:.0f} GB",
-        f"one vLLM engine has {plan.tensor_parallel} GPU(s) and holds {plan.sequences} responses",
-        f"training: {plan.hours / factor:.1f} to {plan.hours * factor:.1f} hours on A800, in "
-        "proportion to published runs",
-        "",
-    ]
-    return about + recommendation(plan, params, shape, request)
-
-
-def _table(plan: Plan) -> Table:
-    columns = ("weights", "gathered", "activations", "logits", "cache")
-    table = Table("phase", *columns, "all", box=SIMPLE_HEAD)
-    for phase, parts in plan.phases.items():
-        sizes = [parts.get(name, 0.0) for name in columns] + [sum(parts.values())]
-        table.add_row(phase, *(f"{size / 1e9:.1f}" if size else "-" for size in sizes))
-    return table
-
-
-def stage_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str, float]:
-    """Bytes of Rondo's own stages, each of which has one GPU of this kind."""
-    from flows.execution.matmul_speed import device_limits  # imports torch
-
-    size = cluster.gpu_bytes
-    limits = Limits(**device_limits("cuda", size))
-    machine = Machine("cuda", {}, "bfloat16", size, size, "sdpa", limits)
-    return estimate.stage_memory(params, machine, shape)
-
-
-def recommendation(plan: Plan, params: Params, shape: ModelShape, request: Request) -> list[str]:
-    """Which engine, the command, and which of Rondo's stages do not fit."""
-    cluster = plan.cluster
-    command, local_params = request.command(local_settings(params, request))
-    local = stage_bytes(local_params, shape, cluster)
-    advice = [
-        f"Rondo's own PPO with adapters, each stage on one GPU; GB: {_listed(local)}",
-        too_large(local, cluster) or f"  recommended: {command}",
-    ]
-    if not plan.fits:
-        fewest = cluster_plan.smallest_that_fits(shape, cluster, plan.work)
-        answer = "no number of them suffices: lower ppo.micro_batch_size or the lengths"
-        if fewest:
-            answer = f"it takes {fewest.cluster.nodes} x {fewest.cluster.gpus_per_node} of them"
-        return [*advice, f"OpenRLHF with all weights does not fit on these GPUs; {answer}"]
-    try:
-        command, engine_params = request.command(engine_settings(plan, params, request))
-    except BadInput as error:
-        return [*advice, f"OpenRLHF with all weights fits, but not with these settings: {error}"]
-    others = stage_bytes(engine_params, shape, cluster)
-    return [
-        *advice,
-        "OpenRLHF with all weights fits:",
-        f"  {command}",
-        f"Rondo's stages beside it, each on one GPU (ppo: validation); GB: {_listed(others)}",
-        *filter(None, [too_large(others, cluster)]),
-    ]
-
-
-def local_settings(params: Params, request: Request) -> dict[str, Any]:
-    """What Rondo's own PPO with adapters needs; lengths and batches stay."""
-    ppo, default = params.ppo, PpoParams()
-    changes: dict[str, Any] = {"ppo.micro_batch_size": 1, "ppo.gradient_checkpointing": True}
-    if ppo.engine is not Engine.local:
-        changes |= {"ppo.engine": Engine.local.value, "ppo.engine_options": {}}
-    if not ppo.lora.r:
-        changes |= {"ppo.lora.r": default.lora.r, "ppo.critic_lora.r": default.critic_lora.r}
-        changes |= _rates(default.model_dump(), request)
-    return _algorithm(params) | changes
-
-
-def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, Any]:
-    """What OpenRLHF needs on this cluster."""
-    ppo, cluster, work = params.ppo, plan.cluster, plan.work
-    options = ppo.engine_options if ppo.engine is Engine.openrlhf else {}
-    changes: dict[str, Any] = {
-        "launcher.ray_address": params.launcher.ray_address or HEAD,
-        "launcher.nodes": cluster.nodes,
-        "launcher.gpus_per_node": cluster.gpus_per_node,
-        "ppo.batch_size": work.batch,
-        "ppo.mini_batch_size": work.mini_batch,
-        "ppo.micro_batch_size": work.micro_batch,
-        "ppo.engine_options": options | {"vllm.tensor_parallel_size": plan.tensor_parallel},
-    }
-    if ppo.engine is not Engine.openrlhf:
-        changes |= {"ppo.engine": Engine.openrlhf.value, **OPENRLHF.settings_to_change(ppo)}
-    if ppo.lora.r:
-        changes |= _rates(read_preset(Engine.openrlhf.value)["ppo"], request)
-    return _algorithm(params) | changes
-
-
-def _algorithm(params: Params) -> dict[str, str]:
-    return {} if params.algorithm is Algorithm.ppo else {"algorithm": Algorithm.ppo.value}
-
-
-def _rates(ppo: Mapping[str, Any], request: Request) -> dict[str, float]:
-    """The learning rates of a section, which adapters and all weights do not share, but for those
-    that the user sets.
+def proposal(
+    preset: str, values: Mapping[str, str], shape: ModelShape, cluster: Cluster
+) -> list[str]:
+    """What the stages need with these values of settings, which of them do not fit, and, if the
+    policy's training does, the command.
     """
-    rates = {f"ppo.{name}": ppo[name] for name in RATES}
-    return {key: rate for key, rate in rates.items() if key not in request.values}
+    settings = [f"{key}={value}" for key, value in values.items()]
+    try:
+        params = resolve(preset, None, settings)
+    except BadInput as error:
+        return [f"  these settings do not go together: {error}"]
+    needed = memory.gpu_needs(params, shape, cluster.bytes, cluster.all_gpus)
+    table = Table("stage", *memory.Need._fields, "all", box=SIMPLE_HEAD)
+    for stage, need in needed.items():
+        table.add_row(stage, *(f"{size / 1e9:.1f}" for size in (*need, sum(need))))
+    large = [stage for stage, need in needed.items() if sum(need) > USABLE * cluster.bytes]
+    lines = [render_text(table), *([f"  does not fit: {', '.join(large)}"] if large else [])]
+    local = params.ppo.engine is Engine.local
+    training = "ppo" if local else f"ppo by {params.ppo.engine.value}"
+    if training not in large:
+        words = [word for setting in settings for word in ("--set", setting)]
+        lines.append(f"  {shlex.join(['rondo', 'run', '--preset', preset, *words])}")
+    elif not local:
+        fewest = [n for n in GPU_COUNTS if engine_fits(params, shape, cluster.bytes, n, 1)]
+        answer = f"takes {fewest[0]} of these GPUs" if fewest else "needs larger GPUs or less text"
+        lines.append(f"  {training} {answer}")
+    return lines
 
 
-def too_large(sizes: dict[str, float], cluster: Cluster) -> str:
-    """Which stages do not fit on one GPU; "" if all do."""
-    names = [stage for stage, size in sizes.items() if size > cluster.usable]
-    return f"  does not fit: {', '.join(names)}" if names else ""
+def engine_fits(params: Params, shape: ModelShape, gpu: float, gpus: int, episodes: int) -> bool:
+    """Whether an engine's training fits with so many episodes at once on each GPU."""
+    return sum(memory.engine_need(params, shape, gpus, episodes)) <= USABLE * gpu
 
 
-def _listed(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{stage} {size / 1e9:.0f}" for stage, size in sizes.items())
+def on_all_gpus(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
+    """What an engine needs on this cluster: the episodes of an optimizer step are a multiple of the
+    GPUs, and those of a rollout a multiple of the former.
+    """
+    ppo, gpus = params.ppo, cluster.all_gpus
+    step = gpus * math.ceil(ppo.mini_batch_size / gpus)
+    micro = ppo.micro_batch_size
+    while micro > 1 and (
+        step % (micro * gpus) or not engine_fits(params, shape, cluster.bytes, gpus, micro)
+    ):
+        micro //= 2
+    changes: dict[str, Any] = {
+        "launcher.ray_address": params.launcher.ray_address,
+        "launcher.nodes": cluster.nodes,
+        "launcher.gpus_per_node": cluster.gpus,
+        "ppo.batch_size": step * max(round(ppo.batch_size / step), 1),
+        "ppo.mini_batch_size": step,
+        "ppo.micro_batch_size": micro,
+    }
+    if ppo.engine is Engine.openrlhf:
+        sizes = [size for size in range(1, cluster.gpus + 1) if cluster.gpus % size == 0]
+        room = VLLM_WEIGHTS * cluster.bytes
+        enough = [size for size in sizes if 2 * shape.weights / size <= room]
+        size = min(enough, default=cluster.gpus)
+        changes["ppo.engine_options"] = ppo.engine_options | {"vllm.tensor_parallel_size": size}
+    return changes
+
+
+def with_adapters(params: Params, given: Mapping[str, str]) -> dict[str, Any]:
+    """What Rondo's own PPO needs; lengths and batches stay, and learning rates that are given."""
+    default = PpoParams()
+    changes: dict[str, Any] = {"ppo.micro_batch_size": 1, "ppo.gradient_checkpointing": True}
+    if params.ppo.engine is not Engine.local:
+        changes |= {"ppo.engine": Engine.local.value, "ppo.engine_options": {}}
+    if not params.ppo.lora.r:
+        rates = {f"ppo.{name}": getattr(default, name) for name in RATES}
+        changes |= {key: rate for key, rate in rates.items() if key not in given}
+        changes |= {"ppo.lora.r": default.lora.r, "ppo.critic_lora.r": default.critic_lora.r}
+    return changes

@@ -1,1 +1,1 @@
-"""Running DVC stages: worktrees, forked processes, time and energy."""
+"""Running DVC stages: worktrees, forked processes, what they need."""

@@ -27,9 +27,11 @@ from stages.lib.core.errors import (
     STORAGE_ADVICE,
     BadInput,
     GateFailed,
+    OutOfMemory,
     RondoError,
     StorageFailed,
     Unreachable,
+    memory_advice,
     storage_advice,
 )
 from stages.lib.core.progress import progress, reporting
@@ -228,6 +230,7 @@ def run(
         GateFailed: the stage is a gate that failed; the message lists its failed checks.
         Unreachable: the network or a remote server is not available; a retry may succeed.
         StorageFailed: the disk is full, read-only or failing.
+        OutOfMemory: the memory of the GPU or of the machine did not suffice.
         BadInput: the stage reported invalid params or data.
         RondoError: any other failure, with the last lines of the output.
 
@@ -325,7 +328,9 @@ EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 
 
 # Errors whose message the stage has already printed; its exit code tells which one it was.
-ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable, StorageFailed)}
+ERROR_BY_EXIT_CODE = {
+    error.exit_code: error for error in (BadInput, Unreachable, StorageFailed, OutOfMemory)
+}
 
 
 def was_killed(code: int) -> bool:
@@ -361,6 +366,12 @@ def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> Ron
         return error(f"{address}: {message}")
     if advice := disk_advice(message):  # of DVC's own errors
         return StorageFailed(f"{address}: {message}. Next: {advice}")
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return OutOfMemory(
+            f"{address} ended with exit code {code}: somebody killed it, or the system did so "
+            f"because memory had run out. It printed last:\n{message}\n"
+            f"Next step: if it was memory, {memory_advice(address)}"
+        )
     return RondoError(
         f"{address} ended with exit code {code}:\n{message}\n"
         f"Next step: `dvc repro {address}` runs this stage alone."

@@ -1,4 +1,4 @@
-"""Sizes of a language model, from its config.json: what time, memory and disk depend on."""
+"""Sizes of a language model, from its config.json: what memory and disk depend on."""
 
 import json
 from collections.abc import Mapping
@@ -65,11 +65,6 @@ class ModelShape:
         """Weights of all layers."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.matrices)
 
-    @property
-    def cached_numbers(self) -> int:
-        """Numbers that the cache of keys and values has per token."""
-        return 2 * self.layers * self.key_heads * self.head_size
-
     def trained_layers(self, lora: LoraParams) -> int:
         """Layers that the backward pass runs through."""
         return min(lora.top_layers or self.layers, self.layers) if lora.r else self.layers
@@ -81,15 +76,10 @@ class ModelShape:
         return lora.r * self.trained_layers(lora) * sum(map(sum, self.matrices))
 
 
-# Models that run before, or without, their config.json at hand: the embedded ones and the presets'
+# The models of the package, which have no config.json before the stage `assets` has run
 KNOWN = {
     "tiny": ModelShape(64, 2, 4, 2, 16, 128, 435),
     "embedded": ModelShape(576, 30, 9, 3, 64, 1536, 49_152),
-    "HuggingFaceTB/SmolLM2-360M-Instruct": ModelShape(960, 32, 15, 5, 64, 2560, 49_152),
-    "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(896, 24, 14, 2, 64, 4864, 151_936),
-    "EleutherAI/pythia-410m": ModelShape(
-        1024, 24, 16, 16, 64, 4096, 50_304, gated=False, tied=False
-    ),
 }
 
 # Sizes that `rondo plan` knows by name: those of Qwen2.5 and Llama 3, by their config.json

@@ -1,4 +1,4 @@
-"""The cost of a round per stage: minutes, watt-hours, tokens.
+"""The cost of a round per stage: minutes, tokens.
 
 Only what the stages' files contain is shown; an unknown amount stays unknown.
 """
@@ -27,14 +27,12 @@ JUDGE_ROWS = {
 class CostRow:
     """A row of the cost table.
 
-    amounts: by stage. estimated: the stages whose amount is not exact. unknown: the total if no
-    stage has an amount.
+    amounts: by stage. estimated: the stages whose amount is not exact.
     """
 
     title: str
     amounts: Mapping[str, Amount]
     estimated: frozenset[str] = field(default_factory=frozenset)
-    unknown: str = "-"
 
     @property
     def known(self) -> dict[str, float]:
@@ -46,24 +44,22 @@ class CostRow:
     @property
     def total(self) -> str:
         if not self.known:
-            return self.unknown
+            return "-"
         return format_amount(sum(self.known.values()), bool(self.estimated & set(self.known)))
 
 
 def cost_rows(results: RoundResults) -> list[CostRow]:
-    """Minutes, energy and tokens of a round; rows for judges only if a judge reports its usage."""
+    """Minutes and tokens of a round; rows for judges only if a judge reports its usage."""
     minutes = {
         stage: taken / 60
         for stage in summary.STAGES
         if (taken := stage_seconds(results, stage)) is not None
     }
-    energy = {stage: note.watt_hours for stage, note in results.provenance.items()}
     generated = {"ppo": policy_tokens(results), "evaluate": evaluation_tokens(results)}
     # PPO's curves have the mean length of each update; without them it is that of one update
     exact = "response_length" in results.curves["ppo"]
     rows = [
         CostRow("minutes", minutes),
-        CostRow("watt-hours", energy, unknown="not readable" if energy else "-"),
         CostRow("tokens trained on", {"sft": sft_tokens(results)}, estimated=frozenset({"sft"})),
         CostRow("tokens generated", generated, estimated=frozenset(() if exact else ("ppo",))),
     ]

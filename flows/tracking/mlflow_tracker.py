@@ -23,7 +23,7 @@ from flows.core.services import (
     mlflow_pages,
     without_credentials,
 )
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.mlflow_store import (
     OFF,
     MlflowStore,
@@ -78,7 +78,7 @@ class MlflowTracker(NullTracker):
         self.outbox.take_over(home / "unsent.jsonl")
         self.store: MlflowStore | None = None
         self.warned, self.refusal = False, ""  # why this address never takes a record
-        self.address, self.meter = "", Meter([])  # of the running stage
+        self.address, self.meter = "", Meter()  # of the running stage
         self.next_time, self.paused_until = 0.0, 0.0  # of time.monotonic()
         self.sent_lines: dict[str, int] = {}  # of metrics.jsonl, by address
         self.jobs, self.upload_jobs = Jobs(), Jobs()

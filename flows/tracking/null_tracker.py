@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.records import Record, Status
 
 

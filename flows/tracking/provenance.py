@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from flows.core.addresses import split_address
 from flows.core.locks import read_lock
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from stages.lib.core.files import json_hash, read_json, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.validation import check_type
@@ -36,8 +36,7 @@ class StageProvenance(BaseModel):
     """The run that produced a stage's outputs, and what it took.
 
     run: its name. revision: its commit. flow_run: its id in Prefect. mlflow: the URL of the stage's
-    page. ended: when the stage ended. seconds, watt_hours: of the stage; watt_hours is None if the
-    energy counters cannot be read.
+    page. ended: when the stage ended. seconds: that it took.
     """
 
     run: str
@@ -46,7 +45,6 @@ class StageProvenance(BaseModel):
     mlflow: str | None
     ended: datetime
     seconds: float
-    watt_hours: float | None
 
 
 def project_id(home: Path) -> str:
@@ -84,7 +82,7 @@ def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter
 
     Args:
         mlflow: the URL of the stage's page in MLflow.
-        meter: measured the time and energy of the stage.
+        meter: measured the time of the stage.
     """
     provenance = StageProvenance(
         **by._asdict(),
@@ -92,7 +90,6 @@ def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter
         mlflow=mlflow,
         ended=datetime.now(UTC),
         seconds=meter.seconds,
-        watt_hours=meter.watt_hours(),
     )
     entry = {outputs_hash(read_lock(address)): provenance.model_dump(mode="json")}
     write_json(provenance_path(address), read_entries(address) | entry)

@@ -27,10 +27,8 @@ from flows import pipeline
 from flows.core.config import all_rounds, resolve, write_params
 from flows.core.git import git
 from flows.core.locks import current_locks
-from flows.execution import disk, fork_server, machine
+from flows.execution import fork_server, needs
 from flows.execution.dvc_stages import command_environment
-from flows.execution.machine import Machine
-from flows.execution.memory import Limits
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
 from flows.report import summary
@@ -359,7 +357,7 @@ def test_a_bad_value_fails_the_run_before_it_writes_anything(
 def test_a_run_without_the_disk_for_its_models_runs_no_stage(
     project: Path, prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(needs, "free_bytes", lambda: 1000)
     failed = execute(prefect, rlhf_pipeline, submit(prefect, rlhf_pipeline))
     assert failed.is_failed() and "1.0 kB are free" in str(failed.message)
     assert not (project / "rounds/r0/prepare").exists()
@@ -368,9 +366,8 @@ def test_a_run_without_the_disk_for_its_models_runs_no_stage(
 def test_a_run_without_the_memory_for_its_stages_runs_none(
     project: Path, prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine with 0.4 GB, less than the libraries of a stage take."""
-    here = Machine("cpu", {"float32": 1e11}, "float32", 4e8, 4e8, "grouped", Limits(1, 1, 1))
-    monkeypatch.setattr(machine, "measure", lambda: here)
+    """On a machine with 0.4 GB, less than the models of a stage take."""
+    monkeypatch.setattr(needs, "ram_bytes", lambda: 4 * 10**8)
     failed = execute(prefect, rlhf_pipeline, submit(prefect, rlhf_pipeline))
     assert failed.is_failed() and "this machine has 400.0 MB" in str(failed.message)
     assert not (project / "rounds/r0/prepare").exists()

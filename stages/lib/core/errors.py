@@ -49,6 +49,12 @@ class StorageFailed(RondoError):
     exit_code = 5
 
 
+class OutOfMemory(RondoError):
+    """The memory of the GPU or of the machine does not suffice."""
+
+    exit_code = 6
+
+
 AGAIN = "then run the same command again: it goes on from the last complete files"
 STORAGE_ADVICE = {
     errno.ENOSPC: f"free disk space or inodes (`rondo gc`, `df`, `df -i`), {AGAIN}",
@@ -66,6 +72,34 @@ def storage_advice(text: str) -> str | None:
     return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
 
 
+# Keys that lower the peak of memory of a stage
+CHECKPOINTING = "set {}.gradient_checkpointing to true"
+LESS_MEMORY = {
+    **{
+        stage: f"lower {stage}.per_device_train_batch_size, and raise "
+        f"{stage}.gradient_accumulation_steps as much, or {CHECKPOINTING.format(stage)}"
+        for stage in ("sft", "reward")
+    },
+    "ppo": "lower ppo.micro_batch_size (of algorithm dpo or best_of_n, its "
+    f"per_device_train_batch_size), or {CHECKPOINTING.format('ppo')}",
+    "prepare": "lower prepare.max_rows",
+    "annotate": "lower annotate.samples",
+    "battery": "lower reward.ensemble or ppo.response_length",
+    "evaluate": "lower reward.ensemble or ppo.response_length",
+    "capability": "lower capability.batch_size",
+    "replay": "lower reward.ensemble or ppo.response_length",
+}
+# of Python, of torch on a GPU, and of torch on a CPU
+PRINTED_NO_MEMORY = re.compile(r"out of memory|can('t|not) allocate memory", re.IGNORECASE)
+
+
+def memory_advice(who: str) -> str:
+    """The next step after memory has run out; who: the address of a stage, or a program."""
+    keys = LESS_MEMORY.get(who.partition("@")[0])
+    steps = [*([keys] if keys else []), "choose a smaller assets.model", "end other programs"]
+    return f"{', or '.join(steps)}; {AGAIN}"
+
+
 def start_again(folder: Path) -> str:
     """The next step, in an error message, of a stage that cannot resume from its folder."""
     return f"Next: `rm -r {folder}`, and run the same command again: the stage starts again"
@@ -77,19 +111,25 @@ def print_failure(error: Exception, who: str) -> int:
     Raises:
         Exception: `error` itself, if it has no type (`typed`).
     """
-    if (failure := typed(error)) is None:
+    if (failure := typed(error, who)) is None:
         raise error
     print(f"{who}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
     return failure.exit_code
 
 
-def typed(error: BaseException) -> RondoError | None:
-    """`error` itself if it has a type, or a StorageFailed if a disk's error led to it, also through
-    a library's error; None: another error.
+def typed(error: BaseException, who: str = "") -> RondoError | None:
+    """`error` itself if it has a type, or a StorageFailed or OutOfMemory if a disk's error or an
+    allocation that failed led to it, also through a library's error; None: another error.
+
+    Args:
+        who: the address of a stage, whose keys the next step names, or a program.
     """
     if isinstance(error, RondoError):
         return error
     for cause in chain_of(error):
+        if isinstance(cause, MemoryError) or PRINTED_NO_MEMORY.search(str(cause)):
+            reason = str(cause).splitlines()[0] if str(cause) else "no memory is left"
+            return OutOfMemory(f"{reason}. Next: {memory_advice(who)}")
         if advice := storage_advice(str(cause)):
             return StorageFailed(f"{str(cause).splitlines()[0]}. Next: {advice}")
     return None

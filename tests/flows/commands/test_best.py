@@ -10,7 +10,7 @@ import yaml
 
 from flows import cli
 from flows.commands.best import Policy, shown_to_win
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.ended_rounds import lock_path, settings_path
 from stages.lib.core.files import stage_dir, write_json, write_text
@@ -68,7 +68,7 @@ def record(
         print,
     )
     tracker.begin()
-    tracker.start("evaluate@r0", Meter([]))
+    tracker.start("evaluate@r0", Meter())
     tracker.finish("ran")
     tracker.close("FINISHED", {"summary.md": "the table"})
 

@@ -19,7 +19,7 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from flows import cli
 from flows.commands.checkpoint import ROWS, evaluate_checkpoint, record
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.records import lineage
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     folder: Path, shared_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):  # the second time nothing is added
-        record("", write_report(), folder / ".rondo", pytest.fail, Meter([]))
+        record("", write_report(), folder / ".rondo", pytest.fail, Meter())
     (model,) = models(shared_database, folder.name)
     assert numbers(model) == {
         "kl": 6.5,
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
         == "FINISHED"
     )
 
-    record("", write_report(evaluation="e2"), folder / ".rondo", pytest.fail, Meter([]))
+    record("", write_report(evaluation="e2"), folder / ".rondo", pytest.fail, Meter())
     assert {model.tags["evaluation_id"] for model in models(shared_database, folder.name)} == {
         "e1",
         "e2",
@@ -162,7 +162,7 @@ def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
     tracker.begin()
     tracker.close("FAILED", {"summary.md": "the table"})
     write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
-    record("own", write_report(), folder / ".rondo", pytest.fail, Meter([]))
+    record("own", write_report(), folder / ".rondo", pytest.fail, Meter())
     (model,) = models(shared_database, "own")
     assert model.tags["md5"] == HASH
     client = MlflowClient(shared_database)
@@ -177,7 +177,7 @@ def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
 def test_an_adapter_from_elsewhere_has_a_name_that_mlflow_takes(
     folder: Path, shared_database: str
 ) -> None:
-    record("", write_report("/models/it's v1.2"), folder / ".rondo", pytest.fail, Meter([]))
+    record("", write_report("/models/it's v1.2"), folder / ".rondo", pytest.fail, Meter())
     (model,) = models(shared_database, folder.name)
     assert (model.name, model.tags["md5"]) == ("r0-it_s_v1_2", HASH)
 
@@ -188,7 +188,7 @@ def test_mlflow_that_is_down_gets_it_later(
     lines: list[str] = []
     with monkeypatch.context() as down:
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
-        record("", write_report(), folder / ".rondo", lines.append, Meter([]))
+        record("", write_report(), folder / ".rondo", lines.append, Meter())
     assert len(lines) == 2 and NOWHERE in lines[0] and "is sent with the next run" in lines[1]
     tracker = MlflowTracker("next", shared_database, folder / ".rondo", {}, pytest.fail)
     tracker.begin()

@@ -11,7 +11,7 @@ import yaml
 from mlflow import MlflowClient
 
 from flows import cli
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
 
@@ -57,7 +57,7 @@ def record(
     tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": "c0ffee"}, print)
     tracker.begin()
     for stage in ("ppo", "evaluate"):
-        tracker.start(f"{stage}@r0", Meter([]))
+        tracker.start(f"{stage}@r0", Meter())
         tracker.finish("ran")
     tracker.close("FINISHED", {"summary.md": "the table"})
 

@@ -89,7 +89,8 @@ def test_a_changed_setting_is_printed_with_what_would_run_and_nothing_is_written
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["params.yaml would change:", "  evaluate.samples_per_prompt 2 -> 3"]
     assert any(line.startswith("to do: 1 of 5 stages of 1 round(s)") for line in lines)
-    assert any(line.startswith("estimate: ") for line in lines)
+    assert any(line.startswith("GB of memory at least") for line in lines)
+    assert any(line.startswith("disk: ") for line in lines)
     assert lines[-2:] == ["would run: evaluate@r0", "nothing was run"]
     assert state_of(finished_project) == before and git("status", "--porcelain") == status
 

@@ -19,7 +19,7 @@ from flows.core import config
 from flows.execution import dvc_stages, fork_server, process_guard
 from flows.execution.lock_file import keep_other_stages
 from stages.lib.core import progress
-from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
+from stages.lib.core.errors import BadInput, GateFailed, OutOfMemory, RondoError, Unreachable
 from stages.lib.core.files import write_text
 from tests.servers import of_project, until
 
@@ -122,7 +122,7 @@ def test_a_dvc_that_is_killed_loses_no_other_stage(
             if process_guard.__file__ not in process.info["cmdline"]:
                 process.kill()
 
-    with pytest.raises(RondoError, match="ended with exit code 137"):
+    with pytest.raises(OutOfMemory, match=r"exit code 137(.|\n)*lower sft\.per_device_train"):
         dvc_stages.run("sft@r0", kill_dvc)
     assert lock.read_text() == before
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from flows.core.locks import read_locks
-from flows.execution.energy import Counter, Meter
+from flows.execution.meter import Meter
 from flows.report import cost, page
 from flows.report.round_data import read_round
 from flows.tracking import provenance
@@ -94,10 +94,10 @@ def test_usage_of_judges_is_summed(project: Path) -> None:
     assert (costs["judges: output tokens"].total, costs["judges: price"].total) == ("66", "1.25")
 
 
-def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
+def test_minutes_of_the_run_that_made_it(project: Path) -> None:
     lock({"sft": {}, "ppo": {}})
     for address, seconds in (("sft@r0", 90.0), ("ppo@r0", 600.0)):
-        with Meter([]) as meter:
+        with Meter() as meter:
             pass
         meter.seconds = seconds
         provenance.record_provenance(address, provenance.RunRef("run", "none"), None, meter)
@@ -105,24 +105,14 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
     # a stage without a provenance record, as older versions left it
     write_jsonl(work_dir("r0", "reward") / "clock.jsonl", times)
     write_jsonl(work_dir("r0", "ppo") / "clock.jsonl", times)
-    minutes, energy = rows()["minutes"], rows()["watt-hours"]
+    minutes = rows()["minutes"]
     assert [minutes.cell(stage) for stage in ("sft", "reward", "ppo")] == ["1.5", "2", "10"]
     assert minutes.cell("replay") == "-"
     assert minutes.total == "13.5"
-    assert (energy.cell("ppo"), energy.total) == ("-", "not readable")
 
     back = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 880.0}]  # the clock was set back
     write_jsonl(work_dir("r0", "reward") / "clock.jsonl", back)
     assert rows()["minutes"].cell("reward") == "-"
-
-    counter = project / "package"
-    write_text(counter / "max_energy_range_uj", "99000000000")
-    write_text(counter / "energy_uj", "0")
-    with Meter([Counter(counter)]) as meter:
-        write_text(counter / "energy_uj", "5400000000")
-    provenance.record_provenance("ppo@r0", provenance.RunRef("run", "none"), None, meter)
-    energy = rows()["watt-hours"]
-    assert (energy.cell("sft"), energy.cell("ppo"), energy.total) == ("-", "1.5", "1.5")
 
 
 def test_an_amount_that_no_file_contains_is_unknown(project: Path) -> None:

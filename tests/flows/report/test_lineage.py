@@ -7,7 +7,7 @@ import yaml
 from flows.core.locks import read_locks
 from flows.core.services import Servers
 from flows.core.tables import short_hash
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.report import page
 from flows.tracking import provenance
 from stages.lib.core.files import write_text
@@ -26,7 +26,7 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
     }
     write_text(Path("dvc.lock"), yaml.safe_dump({"stages": stages}))
     mlflow = f"{Servers().mlflow}/#/experiments/1/runs/fedcba9876543210"
-    with Meter([]) as meter:
+    with Meter() as meter:
         pass
     provenance.record_provenance(
         "sft@r0", provenance.RunRef("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter

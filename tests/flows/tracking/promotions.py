@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from mlflow import MlflowClient
 
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking import model_registry
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.gate.verdict import run_gate
@@ -77,7 +77,7 @@ def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran", **others: str
     tracker.begin()
     for round_ in rounds:
         for stage in ("evaluate", "gate_promote"):
-            tracker.start(f"{stage}@{round_}", Meter([]))
+            tracker.start(f"{stage}@{round_}", Meter())
             tracker.finish("ran" if stage == "evaluate" and outcome == "failed" else outcome)
     tracker.close("FINISHED", {"summary.md": "the table"})
     return messages

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
 from flows.core.run_locks import hold_run_lock
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.mlflow_store import MlflowStore, registry, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.outbox import TRIES, Outbox
@@ -45,7 +45,7 @@ def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str
     tracker = MlflowTracker(run, uri, folder / ".rondo", {}, messages.append)
     tracker.begin()
     for address in addresses:
-        tracker.start(address, Meter([]))
+        tracker.start(address, Meter())
         tracker.finish("failed")
     tracker.close("FAILED", {})
     return messages
@@ -133,7 +133,7 @@ def test_the_next_run_ends_the_runs_that_were_killed(folder: Path, database: str
 
     write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
     killed = begin("20261123-killed")
-    killed.start("sft@r0", Meter([]))
+    killed.start("sft@r0", Meter())
     killed.next_time = 0.0
     killed.progress()
     killed.flush()
@@ -182,7 +182,7 @@ def test_a_stage_does_not_wait_for_mlflow(
     messages: list[str] = []
     tracker = MlflowTracker("run", uri, folder / ".rondo", {}, messages.append, local=False)
     tracker.begin()
-    tracker.start("sft@r0", Meter([]))
+    tracker.start("sft@r0", Meter())
     tracker.next_time = 0.0
     tracker.progress()
     tracker.finish("failed")
@@ -200,7 +200,7 @@ def test_a_stage_has_the_time_in_which_it_computed(folder: Path, database: str) 
 
     def stage(address: str, outcome: str, began: float | None, seconds: float) -> list[object]:
         """Status, start and end in seconds since the epoch, as MLflow has them."""
-        tracker, meter = MlflowTracker("run", database, folder / ".rondo", {}, print), Meter([])
+        tracker, meter = MlflowTracker("run", database, folder / ".rondo", {}, print), Meter()
         meter.began, meter.seconds = began, seconds
         tracker.start(address, meter)
         tracker.next_time = 0.0

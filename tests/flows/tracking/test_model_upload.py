@@ -25,7 +25,7 @@ from mlflow.models import Model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flows.core.services import is_up
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking.mlflow_store import EXPERIMENT, connect
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.model_upload import DIGEST, STORED, find_stored
@@ -162,7 +162,7 @@ def record(
     tracker = MlflowTracker(run, uri, home, {"revision": "c0ffee"}, messages.append, True, upload)
     tracker.begin()
     for address in addresses:
-        tracker.start(address, Meter([]))
+        tracker.start(address, Meter())
         tracker.finish("ran")
     tracker.close("FINISHED", {})
     return messages

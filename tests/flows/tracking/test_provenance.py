@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from flows.core.locks import read_lock
 from flows.core.services import Servers
 from flows.execution import dvc_stages
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.null_tracker import NullTracker
@@ -20,7 +20,7 @@ FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "
 
 def run_stage(address: str, by: provenance.RunRef) -> str:
     """Bring a stage up to date, as flows/pipeline.py does; returns the outcome."""
-    with Meter([]) as meter:
+    with Meter() as meter:
         outcome = dvc_stages.run(address, lambda _: None).value
     if outcome == "ran":
         provenance.record_provenance(address, by, None, meter)
@@ -55,7 +55,7 @@ def test_the_content_and_path_of_provenance(project: Path) -> None:
     entry = provenance.read("assets", read_lock("assets"))
     assert entry is not None
     assert (entry.run, entry.revision) == ("second", "def-dirty")
-    assert (entry.flow_run, entry.mlflow, entry.watt_hours) == (None, None, None)
+    assert (entry.flow_run, entry.mlflow) == (None, None)
     assert before <= entry.ended <= datetime.now(UTC)
     assert 0 < entry.seconds < (datetime.now(UTC) - before).total_seconds() + 1
     keys = list(read_json(Path(".rondo/work/assets/made.json"), ""))
@@ -78,7 +78,7 @@ def test_the_page_of_a_stage_in_mlflow(
     database = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
     tracker = MlflowTracker("run", database, project / ".rondo", {}, print)
     tracker.begin()
-    tracker.start("assets", Meter([]))
+    tracker.start("assets", Meter())
     assert tracker.page("assets") is None
     tracker.finish(dvc_stages.run("assets", lambda _: None).value)
     tracker.flush()

@@ -13,7 +13,7 @@ from pandas import DataFrame
 
 from flows.core.locks import read_lock
 from flows.execution import dvc_stages
-from flows.execution.energy import Meter
+from flows.execution.meter import Meter
 from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
@@ -33,7 +33,7 @@ ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evalu
 def run_all(tracker: NullTracker) -> None:
     tracker.begin()
     for address in dvc_stages.stage_order(["r0"]):
-        tracker.start(address, Meter([]))
+        tracker.start(address, Meter())
         outcome = dvc_stages.run(address, lambda _: tracker.progress())
         tracker.finish(outcome.value)
     tracker.close("FINISHED", {"summary.md": "the table"})
@@ -211,7 +211,7 @@ def test_the_pipeline_run_has_the_health_of_each_round(
     write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
     tracker = MlflowTracker("health", shared_database, tmp_path / ".rondo", {}, print)
     for address in ("sft@r0", "ppo@r0", "ppo@r1"):
-        tracker.start(address, Meter([]))
+        tracker.start(address, Meter())
         tracker.next_time = 0
         tracker.progress()
         tracker.flush()

@@ -211,10 +211,6 @@ class Params(ParamsSection):
         there = launcher.type is LauncherType.ray and stage in SHARED and not engine
         return launcher.ray_address if there else None
 
-    def elsewhere(self, stage: str) -> bool:
-        """Whether a stage computes on a Ray cluster: its processes, or an engine."""
-        return self._has_engine(stage) or self.cluster(stage) is not None
-
     def _has_engine(self, stage: str) -> bool:
         return stage == "ppo" and self.ppo.engine is not Engine.local
 

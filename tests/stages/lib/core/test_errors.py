@@ -1,12 +1,21 @@
 import errno
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from safetensors import SafetensorError
 
-from stages.lib.core.errors import BadInput, StorageFailed, typed
+from flows.core.config import settable_keys
+from stages.lib.core.errors import (
+    LESS_MEMORY,
+    BadInput,
+    OutOfMemory,
+    StorageFailed,
+    memory_advice,
+    typed,
+)
 from tests.paths import ROOT
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rounds/r0/sft/model")
@@ -69,3 +78,34 @@ def test_a_stage_on_a_full_disk_ends_in_one_line_with_5(tmp_path) -> None:
     assert ended.returncode == 5
     assert ended.stderr.startswith("example: StorageFailed: [Errno 28] No space left on device")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore"),
+        raised_by(ValueError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    ],
+)
+def test_memory_that_runs_out_has_a_type_and_the_keys_of_the_stage(error: Exception) -> None:
+    failure = typed(error, "ppo@r0")
+    assert isinstance(failure, OutOfMemory) and failure.exit_code == 6
+    assert "Next: lower ppo.micro_batch_size" in str(failure) and "\n" not in str(failure)
+    assert "Next: choose a smaller assets.model" in str(typed(error, "rondo"))
+
+
+def test_torch_prints_what_is_recognised() -> None:
+    import torch
+
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(1 << 46)
+    assert isinstance(typed(failed.value), OutOfMemory)
+
+
+def test_the_keys_to_lower_are_settings() -> None:
+    settable = set(settable_keys())
+    for stage in LESS_MEMORY:
+        advice = memory_advice(f"{stage}@r0")
+        named = re.findall(r"\b[a-z]+\.[a-z_]+\b", advice)
+        assert named and set(named) <= settable, advice
