@@ -198,7 +198,7 @@ def test_what_dvc_does_not_hash_is_there_and_the_stage_inputs_hashes_an_engines(
 
 
 CHANGES_OUTPUTS = (
-    *("html", "recorder", "reading", "constitution", "champion", "rows", "renamed", "files"),
+    *("html", "recorder", "reading", "constitution", "champion", "rows", "files"),
     *("hub", "types", "user_functions", "fresh_process", "params/__init__", "params/policy"),
 )
 
