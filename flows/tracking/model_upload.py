@@ -24,7 +24,7 @@ from flows.tracking.model_files import ModelFiles
 from stages.lib.core.errors import BadInput
 
 CODE = Path(__file__).with_name("pyfunc_model.py")
-ROOMS = ("core", "data", "lm")  # of stages/lib, which CODE imports
+ROOMS = ("core", "data", "lm", "thresholds")  # of stages/lib, which CODE imports
 PACKAGES = (
     *("mlflow", "torch", "transformers", "peft", "safetensors"),
     *("pydantic", "ruamel.yaml", "pandas", "Jinja2"),

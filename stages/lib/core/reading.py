@@ -154,9 +154,7 @@ def _check_size(text: str) -> None:
     aliases, a small document can be large or endless.
     """
     counts, anchors = [0], [None]  # of the document and the collections that are open
-    sizes: dict[
-        str | None, int
-    ] = {}  # of those with an anchor, with their aliases written out
+    sizes: dict[str | None, int] = {}  # of those with an anchor, with their aliases written out
     for event in YAML(typ="safe").parse(text):
         if isinstance(event, CollectionStartEvent):
             counts.append(1)
