@@ -12,14 +12,14 @@ from dvc_render.vega_templates import get_template
 
 from flows.core import config
 from flows.execution import dvc_stages
-from stages.gate.thresholds import THRESHOLDS, markdown
-from stages.gate.thresholds.form import GATE_STAGES
+from stages.gate.thresholds import GATE_STAGES, markdown
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
 from stages.lib.core.params.policy import Algorithm, PpoParams
 from stages.lib.core.user_inputs import INPUTS, user_files
+from stages.lib.thresholds import THRESHOLDS
 from tests.paths import ROOT
 
 
@@ -234,6 +234,6 @@ def test_another_champion_reruns_ppo_only_if_it_starts_from_the_champion() -> No
 def test_a_gate_runs_again_when_its_metrics_or_a_decision_change(gate: str) -> None:
     metrics = {f"rounds/${{key}}/{stage}/metrics.json" for stage in GATE_STAGES[gate]}
     assert set(DAG[f"gate_{gate}"]["deps"]) == {
-        *("stages/gate", "stages/lib/core", "stages/__init__.py"),
+        *("stages/gate", "stages/lib/core", "stages/lib/thresholds", "stages/__init__.py"),
         *("approvals", *metrics),
     }

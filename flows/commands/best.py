@@ -22,7 +22,6 @@ from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.recorder import read_metrics
-from stages.lib.core.renamed import current_name
 
 COLUMNS = (
     "run",
@@ -73,10 +72,8 @@ class Policy:
 
     @property
     def kl_per_token(self) -> float:
-        """KL from SFT in nats; policies of older versions have only the KL per sequence."""
-        if "kl_per_token" in self.metrics:
-            return self.metrics["kl_per_token"]
-        return self.metrics["kl"] / max(self.metrics.get("length", 0.0), 1.0)
+        """KL from SFT in nats."""
+        return self.metrics["kl_per_token"]
 
     @property
     def interval_width(self) -> float:
@@ -99,7 +96,7 @@ def read(model: LoggedModel) -> Policy:
         recorded=int(model.creation_timestamp),
         path=str((model.params or {})["path"]),
         tags=dict(model.tags or {}),
-        metrics={current_name(metric.key): float(metric.value) for metric in model.metrics or []},
+        metrics={metric.key: float(metric.value) for metric in model.metrics or []},
     )
 
 

@@ -19,7 +19,6 @@ from flows.core.services import WORKFLOW, mlflow_pages
 from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
-from stages.lib.core.renamed import SAMPLES
 from stages.lib.core.rows import EvaluationSample
 from stages.lib.metrics.stats import paired_bootstrap
 
@@ -83,7 +82,7 @@ def find(client: MlflowClient, experiment: str, wanted: str) -> Evaluation:
         raise BadInput(f"{wanted}: run {name} evaluated {', '.join(sorted(rounds))}")
     run = rounds[chosen]
     table = read(run, "samples.json")
-    columns = [SAMPLES.get(name, name) for name in table["columns"]]
+    columns = table["columns"]
     rows: list[EvaluationSample] = [
         cast(EvaluationSample, dict(zip(columns, row, strict=True))) for row in table["data"]
     ]

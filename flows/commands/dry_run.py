@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flows.core.addresses import split_address
 from flows.core.config import KEEP, changes_of_params, one_more_round
 from flows.core.locks import LOCK
@@ -16,6 +14,7 @@ from stages.gate.verdict import look_up
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
 from stages.lib.core.params.policy import Engine
+from stages.lib.core.reading import read_yaml
 from stages.lib.core.user_inputs import INPUTS, input_hashes, recorded_hashes
 from stages.ppo.engines import make_job
 
@@ -65,7 +64,7 @@ def dry_next_round(settings: list[str]) -> int:
 
 def addresses_of(params: Params) -> list[str]:
     """The stages of a run with these params, in the order of dvc.yaml, round after round."""
-    stages = yaml.safe_load(Path("dvc.yaml").read_text())["stages"]
+    stages = read_yaml(Path("dvc.yaml"), "correct it")["stages"]
     once = [name for name, stage in stages.items() if "foreach" not in stage]
     each = [name for name, stage in stages.items() if "foreach" in stage]
     return [

@@ -1,7 +1,9 @@
 """`rondo status`: the state of each stage and round, and the next step, for a terminal."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -16,7 +18,6 @@ from flows.report import summary
 from stages.lib.core.ended_rounds import ended_rounds, settings_path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
-from stages.lib.core.renamed import current_metrics
 from stages.lib.core.rows import StepRow, read_rows
 
 NOT_UP_TO_DATE = "to do"
@@ -88,7 +89,7 @@ def progress(round_: str, stage: str) -> str:
     rows = read_rows(StepRow, path, command, growing=True) if path.exists() else []
     if not rows:
         return ""
-    last = current_metrics(rows[-1])
+    last: Mapping[str, Any] = rows[-1]
     metrics = [
         f"{name} {last[name]:.3g}"
         for name in ("score_mean", "judge_score_mean", "kl", "loss")

@@ -21,7 +21,6 @@ from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, l
 from stages.lib.core.params.data import START, RoundParams, rounds
 from stages.lib.core.params.shared import ParamsSection
 from stages.lib.core.reading import parse_yaml, read_yaml
-from stages.lib.core.renamed import current_params
 from stages.lib.core.user_inputs import user_files
 from stages.lib.data.lengths import check_lengths
 from stages.replay.badcases import report_path
@@ -54,7 +53,7 @@ def read_preset(name: str) -> dict[str, Any]:
     values = read_yaml(path, f"correct it, or restore it, e.g. with `git checkout {path}`")
     if not isinstance(values or {}, Mapping):
         raise BadInput(f"{path}: expected sections of params.yaml, got {values!r:.60}")
-    return current_params(values or {})
+    return dict(values or {})
 
 
 def settable_keys(section: type[ParamsSection] = Params) -> list[str]:
@@ -100,7 +99,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     except ValueError as error:
         shown = f"--set {text:.200}: {value!r:.200}"
         raise BadInput(f"{shown} is not a YAML value: {error}") from None
-    return current_params(nest(key.strip(), parsed))
+    return nest(key.strip(), parsed)
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from stages.gate.approvals import Approval
 from stages.gate.verdict import decision_message, format_check, values_by_metric
 from stages.lib.core.files import REPORTS, read_object
 from stages.lib.core.params.gates import Policy
-from stages.lib.core.renamed import current_metrics
 from stages.lib.core.validation import check_type
 
 
@@ -42,7 +41,7 @@ def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     fix = f"run `dvc repro -f gate_{gate}@{round_}` again"
-    verdict: dict[str, Any] = current_metrics(read_object(path, fix))
+    verdict = read_object(path, fix)
     check_type(Verdict, verdict, str(path), fix)
     return verdict
 

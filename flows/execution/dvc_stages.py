@@ -16,8 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flows.core import locks
 from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
@@ -35,6 +33,7 @@ from stages.lib.core.errors import (
     storage_advice,
 )
 from stages.lib.core.progress import progress, reporting
+from stages.lib.core.reading import read_yaml
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
 ERROR_LINES = 15  # of a failed stage's output, in the error message
@@ -112,7 +111,7 @@ def stage_order(rounds: list[str]) -> list[str]:
 def _in_order(graph: Any, rounds: list[str]) -> list[str]:
     import networkx
 
-    listed = list(yaml.safe_load(Path("dvc.yaml").read_text())["stages"])
+    listed = list(read_yaml(Path("dvc.yaml"), "correct it")["stages"])
     known_rounds = ["", *rounds]  # `assets` has the round ``
 
     def sort_key(address: str) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from stages.lib.core.ended_rounds import (
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ROUNDS, remove_unfinished, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, load_params
+from stages.lib.core.reading import read_yaml
 
 Output = Mapping[str, Any]  # of an entry: path and md5
 Locks = dict[str, dict[str, Any]]
@@ -260,8 +261,7 @@ def _write_entries(path: Path, entries: Mapping[str, Any]) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    # DVC's own parser: PyYAML takes its 1e-05 for a text
-    return dict(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+    return dict(read_yaml(path, f"restore it, e.g. with `git checkout {path}`"))
 
 
 def _write_yaml(path: Path, values: Mapping[str, Any]) -> None:

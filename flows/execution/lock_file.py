@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import yaml
-
 from flows.core.locks import LOCK
 from stages.lib.core.files import write_text
+from stages.lib.core.reading import parse_yaml
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def keep_other_stages(address: str) -> Iterator[None]:
 def _other_stages(text: str, address: str) -> dict[str, Any] | None:
     """All stages of a dvc.lock but one; None if it is not valid YAML."""
     try:
-        stages = yaml.load(text, yaml.CSafeLoader)["stages"] if text else {}
+        stages = parse_yaml(text)["stages"] if text else {}
         return {name: stage for name, stage in stages.items() if name != address}
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None

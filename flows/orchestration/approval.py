@@ -19,7 +19,7 @@ from flows.core.git import person
 from flows.core.services import prefect_pages
 from flows.core.verdicts import failed_checks, failed_values, read_gate
 from stages.gate.approvals import Approval, check_reason, write_approval
-from stages.gate.thresholds.form import GATE_STAGES
+from stages.gate.thresholds import GATE_STAGES
 from stages.lib.core.ended_rounds import has_ended
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import json_hash

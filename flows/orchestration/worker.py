@@ -18,8 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import UUID
 
-import yaml
-
 from flows.core import interrupts
 from flows.core.run_locks import RUNS
 from flows.core.services import (
@@ -38,6 +36,7 @@ from flows.orchestration.service_processes import (
     stop_all,
 )
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.reading import read_yaml
 
 LOOK_SECONDS = 10.0  # between two looks for crashed runs
 TICK_SECONDS = 0.5  # between two checks whether the services are running
@@ -191,13 +190,13 @@ def _own_deployments(worker: Worker, home: Path) -> list[str]:
         deployment["name"] = worker.named(deployment["name"])
         deployment["work_pool"] = {"name": worker.pool}
     path = home / "worker.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(json.dumps(config))  # JSON is YAML, too
     return ["--prefect-file", str(path)]
 
 
 def _config() -> dict[str, Any]:
     """prefect.yaml."""
-    config: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text())
+    config: dict[str, Any] = read_yaml(DEPLOYMENTS, "correct it")
     return config
 
 

@@ -109,10 +109,7 @@ def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
         for name, row in metrics["probes"].items()
         if name != "prompt_swapped"  # it has no threshold
     }
-    flips = {
-        name.replace("_", " "): rate(row)
-        for name, row in metrics.get("flips", {}).items()  # older rounds have none
-    }
+    flips = {name.replace("_", " "): rate(row) for name, row in metrics["flips"].items()}
     slices = {
         name.replace("_", " "): (row["accuracy"], row["low"], row["high"])
         for group in metrics["accuracy"].values()
@@ -142,10 +139,8 @@ def measured_rates(rates: Mapping[str, PossibleRate]) -> dict[str, charts.Rate]:
 
 
 def rate(row: Mapping[str, Any], name: str = "rate") -> PossibleRate:
-    """A rate with its interval, None if it was not measured; older rounds have no other than
-    `rate`.
-    """
-    if name not in row or name == "rate":
+    """A rate with its interval, None if it was not measured."""
+    if name == "rate":
         return row["rate"], row["low"], row["high"]
     return row[name], row[f"{name}_low"], row[f"{name}_high"]
 
@@ -162,10 +157,8 @@ def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
     def column(name: str) -> list[float]:
         return [curve[name][index] for index in order]
 
-    kl, judge_label, intervals = column("kl"), "primary judge", {}
-    if "judge_score_low" in curve:  # not in rounds of older versions
-        judge_label += ", with its 95% interval"
-        intervals = {judge_label: (column("judge_score_low"), column("judge_score_high"))}
+    kl, judge_label = column("kl"), "primary judge, with its 95% interval"
+    intervals = {judge_label: (column("judge_score_low"), column("judge_score_high"))}
     series = {
         judge_label: (kl, column("judge_score")),
         f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in column("score")]),

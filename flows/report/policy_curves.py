@@ -13,7 +13,6 @@ from flows.report import charts
 from flows.report.round_data import RoundResults
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.renamed import current_name
 from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck
 
 Curves = Mapping[str, Sequence[float]]
@@ -70,7 +69,7 @@ def marks(results: RoundResults, columns: Sequence[str], params: PpoParams) -> c
     selected = results.metrics["ppo"].get("policy_update")
     points = {}
     for finding in results.findings:
-        column = current_name(finding["metric"].split()[0].rstrip(","))
+        column = finding["metric"].split()[0].rstrip(",")
         update = finding["update"]
         values_by_update = dict(zip(*(measured(curves, column) or ((), ())), strict=True))
         value = values_by_update.get(update)

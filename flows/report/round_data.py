@@ -16,7 +16,6 @@ from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.files import REPORTS
-from stages.lib.core.renamed import SAMPLES, current_name
 from stages.lib.core.rows import EvaluationSample, read_rows
 from stages.lib.core.types import Metrics
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
@@ -102,9 +101,7 @@ def read_round(name: str, locks: Locks) -> RoundResults:
             stage: columns(summary.result_file(name, stage, "curves.csv", locks))
             for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(
-            read_rows(EvaluationSample, samples, summary.restore(samples), SAMPLES)
-        )
+        samples=extreme_samples(read_rows(EvaluationSample, samples, summary.restore(samples)))
         if samples
         else [],
         findings=summary.read_json_or_nothing(health).get("findings", []),
@@ -139,7 +136,7 @@ def columns(path: Path | None) -> dict[str, list[float]]:
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
     return {
-        current_name(name): [float(row[name]) if row[name] else math.nan for row in rows]
+        name: [float(row[name]) if row[name] else math.nan for row in rows]
         for name in (rows[0] if rows else ())
     }
 

@@ -37,7 +37,6 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.reading import read_text
-from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = (
@@ -232,7 +231,7 @@ def has_results(address: str, locks: Locks) -> bool:
 
 
 def read_json_or_nothing(path: Path | None) -> dict[str, Any]:
-    return dict(current_metrics(read_json(path, restore(path)))) if path else {}
+    return dict(read_json(path, restore(path))) if path else {}
 
 
 def restore(path: Path) -> str:

@@ -29,7 +29,6 @@ from stages.gate.verdict import passed_or_approved
 from stages.lib.core.champion import ChampionRecord
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, stage_dir, write_json
-from stages.lib.core.renamed import current_metrics
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
 ABOUT = (
@@ -118,9 +117,7 @@ def _differs(version: ModelVersion, evidence: Mapping[str, str]) -> bool:
 
 
 def tags_of(version: ModelVersion) -> dict[str, str]:
-    """The tags of a version; names of older versions of Rondo become today's."""
-    tags: dict[str, str] = current_metrics(dict(version.tags))
-    return tags
+    return dict(version.tags)
 
 
 def _gate_time(version: ModelVersion | None) -> str:

@@ -24,10 +24,10 @@ from flows.tracking.model_files import ModelFiles
 from stages.lib.core.errors import BadInput
 
 CODE = Path(__file__).with_name("pyfunc_model.py")
-ROOMS = ("core", "data", "lm")  # of stages/lib, which CODE imports
+ROOMS = ("core", "data", "lm", "thresholds")  # of stages/lib, which CODE imports
 PACKAGES = (
     *("mlflow", "torch", "transformers", "peft", "safetensors"),
-    *("pydantic", "PyYAML", "pandas", "Jinja2"),
+    *("pydantic", "ruamel.yaml", "pandas", "Jinja2"),
 )
 WEIGHTS = "weights"  # subfolder of a model, as in CODE
 # tags: a hash of the weights, and the id of the LoggedModel that has them

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import BaseModel
 
 from flows.core.addresses import split_address
 from flows.core.locks import digest_of, digests, read_lock
@@ -44,7 +44,6 @@ from stages.lib.core.files import (
 from stages.lib.core.params import flatten
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
-from stages.lib.core.renamed import current_metrics
 from stages.lib.core.rows import ClockRow, StepRow, read_rows
 
 MAX_ARTIFACT_BYTES = 1_000_000
@@ -102,10 +101,7 @@ class Promotion(BaseModel):
     """
 
     digest: str
-    # unsent records of older versions contain the old name, or do not contain it
-    passed_or_approved: bool = Field(
-        True, validation_alias=AliasChoices("passed_or_approved", "vouched")
-    )
+    passed_or_approved: bool
     evidence: dict[str, str]
 
 
@@ -154,7 +150,7 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     if not path.exists():
         return []
     command = f"dvc repro -f {address}"
-    rows = current_metrics(read_rows(StepRow, path, command, growing=True))
+    rows = read_rows(StepRow, path, command, growing=True)
     clock = (
         read_rows(ClockRow, clock_path, command, growing=True)[1:] if clock_path.exists() else []
     )

@@ -96,8 +96,7 @@ def main(params: Params, round_: str) -> None:
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
     update = selected["policy_update"]
     if update or metrics["ppo"]["kl"] > ROUNDING:  # else the policy is SFT; a champion is far away
-        scale = selected.get("policy_scale", 1.0)  # older versions scaled none
-        curve.append(curve_point(update, metrics["ppo"], win_rate[0], scale))
+        curve.append(curve_point(update, metrics["ppo"], win_rate[0], selected["policy_scale"]))
     exact = is_exact(params, evaluator.sft.device)
     again = world.in_main(lambda: rerun_policy(params, round_))
     compared = check_reproduced(results.samples["ppo"][0], again, exact)

@@ -10,10 +10,10 @@ Run: `python -m stages.gate --gate sft|reward|promote --round r0`.
 import argparse
 import sys
 
-from stages.gate.thresholds import THRESHOLDS
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import print_failure
 from stages.lib.core.params import load_params
+from stages.lib.thresholds import THRESHOLDS
 
 
 def main() -> None:

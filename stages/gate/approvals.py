@@ -14,7 +14,6 @@ from pydantic import BaseModel, Field, ValidationError
 from stages.lib.core.champion import ChampionRecord
 from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import read_object, remove_unfinished, write_json
-from stages.lib.core.renamed import current_metrics
 
 APPROVALS = Path("approvals")
 RELATIVE_TOLERANCE = 1e-6  # a number may be rounded when it is written and read again
@@ -42,14 +41,13 @@ class Rollback(BaseModel, extra="forbid"):
     """The decision of a person which policy is champion after a round, in place of its gate.
 
     policy: sha256 of the files (`stages.lib.core.files.file_hash`) of the round's own policy.
-    champion: the one that the person chose; None, as older versions of Rondo wrote it: the champion
-    before the round.
+    champion: the one that the person chose.
     """
 
     by: str = Field(pattern=r"\S")
     reason: str = Field(pattern=r"\S")
     policy: str = Field(pattern="^[0-9a-f]{64}$")
-    champion: ChampionRecord | None = None
+    champion: ChampionRecord
 
 
 Decision = TypeVar("Decision", Approval, Rollback)
@@ -102,7 +100,7 @@ def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
     fix = f"delete the file and decide again: `{command}`"
     values = read_object(path, fix)
     try:
-        return kind.model_validate(current_metrics(values))
+        return kind.model_validate(values)
     except ValidationError as error:
         problem = format_validation_errors(error)
     raise BadInput(f"{path}: not a valid {kind.__name__.lower()} ({problem}); {fix}")

@@ -53,14 +53,11 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     rollback, policy_hash = read_rollback(round_), file_hash(policy)
     gate_params = params_of(round_) if has_ended(round_) else params
     if rollback and rollback.policy == policy_hash:
-        reason = f"by {rollback.by}: {rollback.reason}"
-        if rollback.champion:
-            chosen = rollback.champion.round
-            print(f"[champion] {chosen} was chosen after {round_} {reason}", flush=True)
-            return _as_recorded(rollback.champion)
-        print(f"[champion] {round_} was rolled back {reason}", flush=True)
+        chosen, reason = rollback.champion, f"by {rollback.by}: {rollback.reason}"
+        print(f"[champion] {chosen.round} was chosen after {round_} {reason}", flush=True)
+        return _as_recorded(chosen)
     # An ended round has the thresholds of its own settings
-    elif passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
+    if passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
     return _as_recorded(read_champion(previous / "champion/champion.json"))
 

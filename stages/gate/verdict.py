@@ -1,6 +1,6 @@
 """The verdict of a quality gate: `python -m stages.gate --gate sft|reward|promote --round r0`.
 
-A gate passes if each number is within its threshold (stages/gate/thresholds). If not, the run
+A gate passes if each number is within its threshold (stages/lib/thresholds). If not, the run
 continues only if gates.<gate>.policy is `warn`, or if it is `ask` and a person has approved these
 very numbers. In these cases gates/<round>/<gate>.ok is written; without it `dvc repro` and the flow
 stop. Nothing depends on `promote`: the next round learns from the failures of this one. The verdict
@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.gate.approvals import read_approval
-from stages.gate.thresholds import THRESHOLDS
-from stages.gate.thresholds.form import GATE_STAGES, Threshold, format_threshold
+from stages.gate.thresholds import GATE_STAGES, format_threshold
 from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.gates import Policy
 from stages.lib.core.recorder import read_metrics
+from stages.lib.thresholds import THRESHOLDS
+from stages.lib.thresholds.form import Threshold
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

@@ -115,7 +115,7 @@ def make_round(
     from stages.lib.data.prompts import template_hash
     from stages.lib.data.rollouts import RolloutLog
     from stages.lib.data.splits import evaluation_hash
-    from stages.lib.lm.saving import save_model
+    from stages.lib.lm.saving import save_model, saved_weights_hash
     from stages.lib.lm.scoring import RewardScorer
 
     monkeypatch.chdir(tmp_path)
@@ -172,8 +172,10 @@ def make_round(
         }.items():
             write_adapter(sft, folder / "ppo" / name, seed)
         template = {"template_hash": template_hash(tokenizer, params.prepare.prompt_format)}
-        for stage in ("sft", "reward", "ppo"):
+        for stage in ("reward", "ppo"):
             write_json(folder / stage / "manifest.json", template)
+        weights = {"weights": saved_weights_hash(folder / "sft/model")}
+        write_json(folder / "sft/manifest.json", template | weights)
         write_json(
             folder / "prepare/manifest.json",
             template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")},

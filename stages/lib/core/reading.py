@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-from yaml.constructor import ConstructorError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from stages.lib.core.errors import BadInput
 
@@ -111,84 +113,66 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-class _Loader(yaml.CSafeLoader):
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+class _Constructor(SafeConstructor):
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
         """What the constructors of tags raise, e.g. of the date 2001-13-01, gets its line."""
         try:
             return super().construct_object(node, deep)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-            kind = node.tag.rpartition(":")[2]
+            kind = str(node.tag).rpartition(":")[2]
             problem = f"{node.value!r:.60} is no {kind}"
             raise ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document; None if it is empty.
+    """The value of a YAML 1.2 document; None if it is empty.
 
     Raises:
         ValueError: it is not YAML, has a key twice, is nested too deeply, or is too large with its
             aliases written out. Names the line, from 1.
     """
+    loader = YAML(typ="safe")  # libyaml's parser: the pure one takes a second for dvc.lock
+    loader.Constructor = _Constructor
     try:
-        _check_events(text)
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_nodes(node)
-        return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
+        _check_size(text)
+        value = loader.load(text)
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{where}{error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+        problem = str(error.problem or error.context)
+        if isinstance(error, DuplicateKeyError):
+            problem = f"{problem.partition(' with value ')[0]:.80}"
+        raise ValueError(f"{where}{problem}") from None
+    except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    _check_depth(value)
+    return value
 
 
-def _check_events(text: str) -> None:
-    """libyaml's own recursion has no limit: a document of 200,000 brackets ends the process."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            line = event.start_mark.line + 1 if event.start_mark else 1
+def _check_size(text: str) -> None:
+    """libyaml's own recursion has no limit: a document of 200,000 brackets ends the process. With
+    aliases, a small document can be large or endless.
+    """
+    counts, anchors = [0], [None]  # of the document and the collections that are open
+    sizes: dict[str | None, int] = {}  # of those with an anchor, with their aliases written out
+    for event in YAML(typ="safe").parse(text):
+        if isinstance(event, CollectionStartEvent):
+            counts.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, CollectionEndEvent):
+            size = counts.pop()
+            sizes[anchors.pop()] = size
+            counts[-1] += size
+        elif isinstance(event, AliasEvent):
+            inside_itself = event.anchor in anchors
+            counts[-1] += MAX_ALIASED_NODES if inside_itself else sizes.get(event.anchor, 1)
+        else:
+            counts[-1] += 1
+        line = event.start_mark.line + 1
+        if len(counts) > MAX_DEPTH + 1:
             raise ValueError(f"line {line}: nested deeper than {MAX_DEPTH} levels")
-
-
-def _check_nodes(root: yaml.Node) -> None:
-    """Aliases can make a small document large or endless, and PyYAML keeps the last of two keys."""
-    sizes: dict[int, tuple[int, int]] = {}  # (nodes, levels) with aliases written out
-
-    def measure(node: yaml.Node, above: int) -> tuple[int, int]:
-        if id(node) not in sizes:
-            line = node.start_mark.line + 1
-            if above > MAX_DEPTH:
-                raise ValueError(f"line {line}: nested deeper than {MAX_DEPTH} levels")
-            inner = [measure(child, above + 1) for child in _children(node)]
-            nodes = 1 + sum(number for number, _ in inner)
-            sizes[id(node)] = nodes, 1 + max((depth for _, depth in inner), default=0)
-        nodes, levels = sizes[id(node)]
-        if above + levels > MAX_DEPTH + 2 or nodes > max(MAX_ALIASED_NODES, len(sizes)):
-            raise ValueError(
-                f"line {node.start_mark.line + 1}: too large with its aliases written out"
-            )
-        return nodes, levels
-
-    measure(root, 0)
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        keys: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in keys:
-                    line = key.start_mark.line + 1
-                    raise ValueError(f"line {line}: the key {key.value!r:.60} is there twice")
-                keys.add((key.tag, key.value))
-        return [child for pair in node.value for child in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        if counts[-1] > max(MAX_ALIASED_NODES, len(text)):
+            raise ValueError(f"line {line}: too large with its aliases written out")
 
 
 def read_text(path: Path, fix: str) -> str:

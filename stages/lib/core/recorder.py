@@ -18,7 +18,6 @@ from stages.lib.core.files import (
     write_jsonl,
 )
 from stages.lib.core.progress import STEP, minutes, print_line
-from stages.lib.core.renamed import current_metrics
 from stages.lib.core.types import Metrics, StepMetrics
 
 
@@ -49,13 +48,13 @@ def write_manifest(
 
 
 def read_metrics(round_: str, stage: str) -> Metrics:
-    """A stage's metrics.json; names of older versions become today's.
+    """A stage's metrics.json.
 
     Raises:
         BadInput: the stage has not run.
     """
     path = stage_dir(round_, stage) / "metrics.json"
-    metrics: Metrics = current_metrics(read_json(path, f"dvc repro {stage}@{round_}"))
+    metrics: Metrics = read_json(path, f"dvc repro {stage}@{round_}")
     return metrics
 
 

@@ -197,7 +197,6 @@ def read_rows(
     kind: type[AnyRow],
     path: Path,
     made_by: str,
-    renamed: Mapping[str, str] | None = None,
     growing: bool = False,
 ) -> list[AnyRow]:
     """Read the rows of a .jsonl or .jsonl.gz file.
@@ -206,29 +205,25 @@ def read_rows(
         kind: the rows' type, one of this module.
         path: the file.
         made_by: the command that makes the file, for the error message.
-        renamed: old keys, as older versions wrote them, and today's.
         growing: see `read_jsonl`.
 
     Raises:
         BadInput: the file is missing or damaged, a row lacks a required key, or a value has
             another type.
     """
-    return list(iter_rows(kind, path, made_by, renamed, growing))
+    return list(iter_rows(kind, path, made_by, growing))
 
 
 def iter_rows(
     kind: type[AnyRow],
     path: Path,
     made_by: str,
-    renamed: Mapping[str, str] | None = None,
     growing: bool = False,
 ) -> Iterator[AnyRow]:
     """`read_rows`, one row at a time."""
     required: frozenset[str] = vars(kind)["__required_keys__"]
     model = _model(kind)
     for number, row in enumerate(iter_jsonl(path, made_by, growing), 1):
-        if renamed:
-            row = {renamed.get(key, key): value for key, value in row.items()}
         if missing := required - row.keys():
             raise BadInput(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "

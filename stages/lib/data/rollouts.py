@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, start_again
-from stages.lib.core.renamed import ROLLOUTS
 from stages.lib.core.rows import RolloutRow, iter_rows
 
 FULL = 64 << 20  # bytes of a file from which the next one is started
@@ -99,4 +98,4 @@ def read_rollouts(folder: Path, made_by: str) -> Iterator[RolloutRow]:
     """
     paths = sorted(folder.glob("*.jsonl.gz")) or [folder / "00001.jsonl.gz"]
     for path in paths:
-        yield from iter_rows(RolloutRow, path, made_by, ROLLOUTS)
+        yield from iter_rows(RolloutRow, path, made_by)

@@ -59,9 +59,8 @@ def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> t
     )
     config = first.config
     reduced = scores.amin(0) if config.ensemble_reduce == Reduce.min.value else scores.mean(0)
-    # ensembles of older versions have no calibration of their own
-    mean, std = getattr(config, "ensemble_mean", 0.0), getattr(config, "ensemble_std", 1.0)
-    return (reduced - mean) / std * config.std + config.mean
+    standardised = (reduced - config.ensemble_mean) / config.ensemble_std
+    return standardised * config.std + config.mean
 
 
 def calibrate_scores(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:

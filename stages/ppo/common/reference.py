@@ -108,7 +108,7 @@ def check_reference_files(sft: Path) -> None:
     """Check that the reference's files are those that the SFT stage wrote.
 
     Args:
-        sft: the stage's folder. Manifests of older versions record no hash of weights.
+        sft: the stage's folder.
 
     Raises:
         BadInput: the weights in sft/model have another hash than that in sft/manifest.json.
@@ -116,7 +116,7 @@ def check_reference_files(sft: Path) -> None:
     path = sft / "manifest.json"
     expected = read_json(path, f"dvc repro sft@{sft.parent.name}").get("weights")
     actual = saved_weights_hash(sft / "model")
-    if expected not in (None, actual):
+    if expected != actual:
         raise BadInput(
             f"{sft / 'model'}: the weights of the reference have sha256 {actual}, but {path} "
             f"records {expected}; run `dvc checkout`, or `dvc repro sft@{sft.parent.name}`"

@@ -24,6 +24,7 @@ from stages.lib.core.user_functions import imported_files
 from stages.lib.core.user_inputs import engine_code, input_hashes
 
 ROOT, PROGRAM = Path(__file__).parents[3], Path("stages/ppo/__main__.py")
+THRESHOLDS = Path("stages/lib/thresholds")
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -110,9 +111,11 @@ def run_identity(params: Params, inputs: list[Path]) -> Metrics:
 
 @cache
 def imported_code() -> list[Path]:
-    """The code of the policy stage, without that of engines, which is an input (`engine`)."""
+    """The code of the policy stage, without that of engines, which is an input (`engine`), and
+    without the thresholds of gates, which are settings that it does not read.
+    """
     files = set(imported_files(PROGRAM, ROOT)) - set(engine_code(ROOT))
-    return sorted(ROOT / path for path in files)
+    return sorted(ROOT / path for path in files if not path.is_relative_to(THRESHOLDS))
 
 
 def random_state() -> StateDict:

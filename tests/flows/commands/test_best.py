@@ -233,12 +233,3 @@ def test_the_best_of_many_has_to_be_better_than_chance_makes_it() -> None:
     assert won(0.551, 1) and not won(0.549, 1)
     assert won(0.558, 2) and not won(0.557, 2)
     assert won(0.585, 50) and not won(0.583, 50)
-
-
-def test_policies_of_an_older_version_have_their_judge_score_and_kl_per_token(
-    database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = {"win_rate": 0.7, "kl": 2.0, "length": 8.0, "sentiment": 0.4}
-    record(database, "old", 0.8, 0.5, md5="a", step_00009=checkpoint)
-    table = "\n".join(best(capsys)[1])
-    assert "old r0 rounds/r0/ppo/checkpoints/step_00009 0.700 0.25 0.400" in table

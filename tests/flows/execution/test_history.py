@@ -198,12 +198,12 @@ def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
 
 
 def test_a_gate_that_failed_has_the_settings_of_its_own_run(rounds: Path) -> None:
-    """DVC leaves the entry of the run in which the gate had passed, here of an older version."""
+    """DVC leaves the entry of the run in which the gate had passed."""
     lock = yaml.safe_load(Path("dvc.lock").read_text())
     lock["stages"]["gate_promote@r0"] = {
         "cmd": "python -m stages.gate",
         "deps": [{"path": "rounds/r0/evaluate/data", "hash": "md5", "md5": "0" * 32}],
-        "params": {"params.yaml": {"gates.promote.max_kl": 8.0}},
+        "params": {"params.yaml": {"gates.promote.win_rate": 0.9}},
     }
     Path("dvc.lock").write_text(yaml.safe_dump(lock))
     config.write_params(config.resolve(settings=["gates.promote.win_rate=0.55"]))

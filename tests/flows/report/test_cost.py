@@ -102,7 +102,7 @@ def test_minutes_of_the_run_that_made_it(project: Path) -> None:
         meter.seconds = seconds
         provenance.record_provenance(address, provenance.RunRef("run", "none"), None, meter)
     times = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 1120.0}]
-    # a stage without a provenance record, as older versions left it
+    # a stage without a provenance record
     write_jsonl(work_dir("r0", "reward") / "clock.jsonl", times)
     write_jsonl(work_dir("r0", "ppo") / "clock.jsonl", times)
     minutes = rows()["minutes"]

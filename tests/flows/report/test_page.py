@@ -20,12 +20,13 @@ from tests.flows.report.reading import Page, all_ran
 from tests.paths import ROOT
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
-ENDS = (("", "rate"), ("_low", "low"), ("_high", "high"))
+AGAINST = {"against_judge": 0.1, "against_judge_low": 0.05, "against_judge_high": 0.2}
+CURVE = "step,kl,judge_score,score,distinct_2,judge_score_low,judge_score_high"
 SIDE = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "pairs": 40}
 BATTERY = {
     "probes": {"empty": RATE},
     "flips": {"lower_case": RATE, "typo": dict.fromkeys(RATE)},
-    "endings": {"ending_1": RATE},
+    "endings": {"ending_1": RATE | AGAINST},
     "endings_text": [" <b>!"],
     "mined": {},
     "mined_text": [],
@@ -67,7 +68,7 @@ def write_round(name: str) -> None:
     )
     write_text(
         stage_dir(name, "evaluate") / "curves.csv",
-        "step,kl,judge_score,score,distinct_2\n0,0,0.3,-1,0.9\n2,1.5,0.5,0.2,0.8\n",
+        f"{CURVE}\n0,0,0.3,-1,0.9,0.25,0.35\n2,1.5,0.5,0.2,0.8,0.45,0.55\n",
     )
     finding = {
         "sign": "length hack",
@@ -228,19 +229,15 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
     assert "<script" not in charts.bars("<script>", {"<b>": (0.5, 0.4, 0.6)}, {})
 
 
-def test_the_judge_curve_has_its_intervals_where_they_were_measured(project: Path) -> None:
-    """Each point of the curve has a vertical line of its own; older rounds have none."""
-    columns = "step,kl,judge_score,score,distinct_2"
-    pictures = []
-    for names, ends in (("", ""), (",judge_score_low,judge_score_high", ",0.25,0.35")):
-        write_text(
-            stage_dir("r0", "evaluate") / "curves.csv",
-            f"{columns}{names}\n0,0,0.3,-1,0.9{ends}\n2,1.5,0.3,0.2,0.8{ends}\n",
-        )
-        pictures += page.evaluation_pictures(read_round("r0", all_ran("r0")), load_params())
-    assert ["95% interval" in picture for picture in pictures] == [False, True]
-    without, with_intervals = (picture.count("stroke: var(--c1)") for picture in pictures)
-    assert with_intervals == without + 2
+def test_the_judge_curve_has_its_intervals(project: Path) -> None:
+    """Each point of the curve has a vertical line of its own."""
+    write_text(
+        stage_dir("r0", "evaluate") / "curves.csv",
+        f"{CURVE}\n0,0,0.3,-1,0.9,0.25,0.35\n2,1.5,0.3,0.2,0.8,0.25,0.35\n",
+    )
+    [picture] = page.evaluation_pictures(read_round("r0", all_ran("r0")), load_params())
+    assert "95% interval" in picture
+    assert picture.count("stroke: var(--c1)") == picture.count("stroke: var(--c2)") + 2
 
 
 def test_the_best_and_the_worst_samples_once_each() -> None:
@@ -285,18 +282,16 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
 
 
 def test_an_ending_is_drawn_as_its_gate_counts_it(project: Path) -> None:
-    """Against the judge, as an older round's are by their only rate."""
+    """Against the judge."""
     write_round("r0")
 
     def pictures(**changes: float) -> list[str]:
-        endings = {"endings": {"ending_1": RATE | changes}}
+        endings = {"endings": {"ending_1": RATE | AGAINST | changes}}
         write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | endings)
         return page.battery_pictures(read_round("r0", all_ran("r0")), load_params())
 
-    against = {f"against_judge{end}": RATE[key] for end, key in ENDS}
-    older, same = pictures(), pictures(**against, rate=0.9)
-    other = pictures(**against | {"against_judge": 0.15})
-    assert older == same
+    same, other = pictures(rate=0.9), pictures(against_judge=0.15)
+    assert pictures() == same
     assert [a == b for a, b in zip(same, other, strict=True)] == [True, True, False, True]
 
 
@@ -327,9 +322,7 @@ def test_a_report_without_any_measured_number(project: Path) -> None:
     for stage in STAGES:
         metrics = json.loads((ROOT / f"rounds/r1/{stage}/metrics.json").read_text())
         write_json(stage_dir("r0", stage) / "metrics.json", unmeasured(metrics))
-    write_text(
-        stage_dir("r0", "evaluate") / "curves.csv", "step,kl,judge_score,score,distinct_2\n0,,,,\n"
-    )
+    write_text(stage_dir("r0", "evaluate") / "curves.csv", f"{CURVE}\n0,,,,,,\n")
     samples = stage_dir("r0", "evaluate") / "samples.jsonl"
     unscored = {"id": "q", "sample": 0, "prompt": "A", "sft": "b", "ppo": "c"}
     write_jsonl(samples, [unscored, *read_jsonl(samples, "")])
@@ -342,7 +335,7 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     write_round("r0")
     battery = BATTERY | {
         "endings_text": [evil],
-        "mined": {"1": RATE},
+        "mined": {"1": RATE | AGAINST},
         "mined_text": [evil],
         "probes": {evil: RATE},
     }

@@ -39,7 +39,7 @@ def test_each_model_is_the_first_of_its_comparison(
     values = params.model_dump()
     values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
     values["ppo"]["temperature"] = 0.5
-    write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 4})  # of an older version
+    write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 4, "policy_scale": 1.0})
     main(check_params(values, "test"), "r1")
     metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
 

@@ -8,7 +8,7 @@ import yaml
 
 from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
-from stages.lib.core.champion import anchor_path, load_champion, load_start
+from stages.lib.core.champion import ChampionRecord, anchor_path, load_champion, load_start
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
 from stages.lib.core.params import Params, check_params
@@ -133,10 +133,14 @@ def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round
     write_round("r0", 0.6)
     write_round("r1", 0.6)
     policy = file_hash(Path("rounds/r1/ppo/policy"))
-    rollback = Rollback(by="Ada", reason="one ending for all", policy=policy)
+    hashes = {
+        path: file_hash(Path(path)) for path in ("rounds/r0/ppo/policy", "rounds/r0/sft/model")
+    }
+    chosen = ChampionRecord(round="r0", hashes=hashes)
+    rollback = Rollback(by="Ada", reason="one ending for all", policy=policy, champion=chosen)
     write_json(rollback_path("r1"), rollback.model_dump())
     assert champions(number=3) == [None, "r0", "r0"]
-    line = "[champion] r1 was rolled back by Ada: one ending for all"
+    line = "[champion] r0 was chosen after r1 by Ada: one ending for all"
     assert line in capsys.readouterr().out.splitlines()
     write_text(Path("rounds/r1/ppo/policy/adapter.bin"), "trained anew")
     assert champions(number=3) == [None, "r0", "r1"]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stages.gate.approvals import Approval, write_approval
-from stages.gate.thresholds import THRESHOLDS
 from stages.gate.verdict import decision_message, format_check, run_gate
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params
+from stages.lib.thresholds import THRESHOLDS
 from tests.paths import ROOT
 
 SFT = {

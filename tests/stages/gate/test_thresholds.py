@@ -1,7 +1,8 @@
 """The table of docs/gates.md; tests/test_configs.py compares it with the page."""
 
-from stages.gate.thresholds import THRESHOLDS, markdown
+from stages.gate.thresholds import markdown
 from stages.lib.core.params.gates import GatesParams
+from stages.lib.thresholds import THRESHOLDS
 
 
 def test_the_table_of_a_gate_has_a_line_per_threshold() -> None:

@@ -47,7 +47,6 @@ from stages.lib.core.params.shared import LauncherParams, LauncherType, ModelPar
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.reading import read_yaml
-from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
 # stages that several processes share (stages/lib/lm/world.py)
@@ -120,11 +119,6 @@ class Params(ParamsSection):
                     "(docs/evaluation.md)"
                 )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def renamed_keys(cls, values: Any) -> Any:
-        return current_params(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def held_out_reward_model_has_pairs(self) -> "Params":

@@ -1,4 +1,4 @@
-"""Rows read from files: required keys, and keys of older versions."""
+"""Rows read from files: required and optional keys."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
-from stages.lib.core.rows import PreferencePair, PromptRow, read_rows
+from stages.lib.core.rows import PreferencePair, read_rows
 
 PAIR = {"id": "a", "prompt": "The sky", "chosen": " is blue", "rejected": " is red"}
 
@@ -22,10 +22,3 @@ def test_a_row_without_a_required_key_is_named(tmp_path: Path) -> None:
     write_jsonl(path, [PAIR, {"id": "b", "prompt": "The sea", "chosen": " is wide"}])
     with pytest.raises(BadInput, match=r"pairs\.jsonl: row 2 has no rejected, .*run `make it`"):
         read_rows(PreferencePair, path, "make it")
-
-
-def test_a_renamed_key_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    write_jsonl(path, [{"id": "a", "text": "The sky"}])
-    rows = read_rows(PromptRow, path, "make it", {"text": "prompt"})
-    assert rows == [{"id": "a", "prompt": "The sky"}]

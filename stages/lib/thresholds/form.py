@@ -2,22 +2,18 @@
 
 from typing import NamedTuple
 
-GATE_STAGES: dict[str, tuple[str, ...]] = {
-    "sft": ("sft",),
-    "reward": ("reward", "battery"),
-    "promote": ("evaluate", "ppo", "replay", "capability"),
-}
-"""The stages whose metrics.json a gate reads."""
-
 
 class Threshold(NamedTuple):
-    """A threshold for one metric.
+    """A threshold for one metric, and the setting that is its bound.
 
     metric: dotted name in the metrics.json of a stage, or the difference of two such names.
     compare: `>=`, `>`, `<=`, or `within` (the absolute value is at most the bound).
     bound: key of gates.<gate> in params.yaml.
     why: reason for the default bound.
     fix: what to do if the metric fails; `{round}` is replaced by the round's name.
+    default: of the bound; None if a threshold above has the same bound.
+    description: of the bound.
+    ge, gt, le: range of the bound.
     optional: null (not measured) passes.
     """
 
@@ -26,10 +22,9 @@ class Threshold(NamedTuple):
     bound: str
     why: str
     fix: str
+    default: float | None = None
+    description: str = ""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
     optional: bool = False
-
-
-def format_threshold(threshold: Threshold, bound: float) -> str:
-    """The comparison as text: `>= 0.8`, or `within +-0.3`."""
-    compare = "within +-" if threshold.compare == "within" else f"{threshold.compare} "
-    return f"{compare}{bound:.4g}"

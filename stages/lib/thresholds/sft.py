@@ -1,6 +1,6 @@
 """Thresholds of the SFT gate."""
 
-from stages.gate.thresholds.form import Threshold
+from stages.lib.thresholds.form import Threshold
 
 SFT = (
     Threshold(
@@ -14,6 +14,8 @@ SFT = (
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
         "demonstrations",
+        default=0.2,
+        description="Smallest drop of held-out loss from the base model, nats per token.",
     ),
     Threshold(
         "sft.net_win_rate_low",
@@ -30,6 +32,11 @@ SFT = (
         "rounds/{round}/sft/samples.jsonl. Are the demonstrations (reports/{round}/data.html) "
         "texts that you want? If they are, name a judge that fits your task in evaluate.judges",
         optional=True,
+        default=-0.2,
+        ge=-1,
+        le=1,
+        description="Smallest lower bound (95%) of wins less losses of SFT against the base "
+        "model, as shares, by the primary judge on fixed prompts.",
     ),
     Threshold(
         "sft.eos_rate_demonstrations - sft.eos_rate",
@@ -41,6 +48,11 @@ SFT = (
         "responses do not end: PPO would learn on cut-off texts. Check that demonstrations fit "
         "into sft.max_length (metrics.json: overlong). Raise sft.num_train_epochs "
         "or ppo.response_length",
+        default=0.4,
+        ge=0,
+        le=1,
+        description="Largest amount by which the share of ended responses is below the "
+        "demonstrations'.",
     ),
     Threshold(
         "sft.length_ratio",
@@ -51,6 +63,9 @@ SFT = (
         "noise.",
         "responses are far shorter than the demonstrations: look for empty or cut demonstrations "
         "in reports/{round}/data.html, or raise sft.max_length",
+        default=0.5,
+        ge=0,
+        description="Smallest mean length of responses, as a multiple of the demonstrations'.",
     ),
     Threshold(
         "sft.length_ratio",
@@ -59,6 +74,9 @@ SFT = (
         "Upper limit of the ratio in the row above.",
         "responses are far longer than the demonstrations: SFT has not learnt when to stop. Raise "
         "sft.num_train_epochs",
+        default=1.5,
+        gt=0,
+        description="Largest mean length of responses, as a multiple of the demonstrations'.",
     ),
     Threshold(
         "sft.repetition_3 - sft.repetition_3_demonstrations",
@@ -68,6 +86,9 @@ SFT = (
         "demonstrations. The threshold is one 3-gram in twenty.",
         "SFT repeats phrases: lower sft.learning_rate, add demonstrations, or look for repeated "
         "texts in reports/{round}/data.html",
+        default=0.05,
+        ge=0,
+        description="Largest rise of the share of repeated 3-grams over the demonstrations'.",
     ),
     Threshold(
         "sft.memorised - sft.memorised_demonstrations",
@@ -80,5 +101,10 @@ SFT = (
         "SFT recites training texts: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Largest share of responses that copy 8 words in a row, minus that of held-"
+        "out texts.",
     ),
 )

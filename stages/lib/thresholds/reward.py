@@ -1,6 +1,6 @@
 """Thresholds of the reward model's gate."""
 
-from stages.gate.thresholds.form import Threshold
+from stages.lib.thresholds.form import Threshold
 
 REWARD = (
     Threshold(
@@ -13,6 +13,10 @@ REWARD = (
         "presets for hh-rlhf set 0.6.",
         "look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
         "pairs or epochs (reward.num_train_epochs or reward.continue_epochs)",
+        default=0.8,
+        ge=0,
+        le=1,
+        description="Smallest lower bound (95%) of held-out accuracy.",
     ),
     Threshold(
         "reward.margin",
@@ -22,6 +26,8 @@ REWARD = (
         "of 62%. With a smaller margin, PPO's advantages are mostly noise.",
         "chosen and rejected texts have nearly the same score: raise reward.num_train_epochs, "
         "reward.continue_epochs or reward.learning_rate",
+        default=0.5,
+        description="Smallest mean margin chosen - rejected on held-out pairs.",
     ),
     Threshold(
         "reward.accuracy - reward.baseline_longest",
@@ -31,6 +37,8 @@ REWARD = (
         "length explains the labels, PPO will exploit length.",
         "always choosing the longer text is as accurate: the labels follow length. Balance the "
         "lengths of chosen and rejected texts (reports/{round}/data.html)",
+        default=0.0,
+        description="Accuracy must exceed those of longest-wins and TF-IDF by more than this.",
     ),
     Threshold(
         "reward.accuracy - reward.baseline_tfidf",
@@ -53,6 +61,11 @@ REWARD = (
         "the primary judge does not prefer what people prefer in your pairs: put a judge that fits "
         "your task first in evaluate.judges. For `apart`, raise reward.judge_share, or add pairs "
         "or epochs (reward.num_train_epochs or reward.continue_epochs)",
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Accuracy of the primary judge on held-out pairs: its lower bound (95%) "
+        "must exceed this.",
     ),
     Threshold(
         "battery.judge_lead",
@@ -67,6 +80,9 @@ REWARD = (
         "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs "
         "or reward.continue_epochs). Or add the judge to PPO's reward (ppo.rewards), "
         "and evaluate with another one (evaluate.judges)",
+        default=-0.1,
+        description="Smallest lead of accuracy over the primary judge's; negative: it may be "
+        "below.",
     ),
     Threshold(
         "battery.worst_slice",
@@ -81,6 +97,10 @@ REWARD = (
         "one kind of pair is ranked badly: `accuracy` in rounds/{round}/battery/metrics.json "
         "shows which. Add pairs of that length, source or margin",
         optional=True,
+        default=0.65,
+        ge=0,
+        le=1,
+        description="Smallest accuracy in any slice of 30 or more held-out pairs.",
     ),
     Threshold(
         "battery.worst_slice_low",
@@ -95,6 +115,11 @@ REWARD = (
         "`accuracy` in rounds/{round}/battery/metrics.json shows which. Add pairs of that length, "
         "source or margin",
         optional=True,
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Smallest lower bound of the accuracy in any slice of 30 or more held-out "
+        "pairs.",
     ),
     Threshold(
         "battery.lineage_distance",
@@ -108,6 +133,9 @@ REWARD = (
         "these weights.",
         "the reward model does not descend from the model that PPO trains: train it from this "
         "round's SFT model (reward.init_from: base, then `dvc repro --force reward@{round}`)",
+        default=0.5,
+        ge=0,
+        description="Largest distance of the reward model's weights from SFT's, relative to SFT's.",
     ),
     Threshold(
         "reward.ece",
@@ -119,6 +147,10 @@ REWARD = (
         "the confidence differs from the accuracy (rounds/{round}/reward/calibration.csv). If the "
         "reward model is over-confident, lower reward.learning_rate or the epochs; if it is "
         "under-confident, raise them",
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Largest expected calibration error of sigmoid(|margin|).",
     ),
     Threshold(
         "reward.reload_max_difference",
@@ -131,6 +163,9 @@ REWARD = (
         "do not use this model: run `dvc repro --force reward@{round}`. If the difference "
         "remains, look for its cause in rounds/{round}/reward/model (config.json, missing "
         "weights)",
+        default=0.001,
+        ge=0,
+        description="Largest difference of raw scores between the trained and the saved model.",
     ),
     Threshold(
         "battery.centre",
@@ -142,6 +177,10 @@ REWARD = (
         "scores are not centred on demonstrations, so PPO's advantages, ppo.score_clip and "
         "ppo.missing_eos_penalty are wrong. Run `dvc repro --force reward@{round}`, which centres "
         "the scores again",
+        default=0.5,
+        ge=0,
+        description="Largest distance from 0 of the mean score of held-out demonstrations, in "
+        "standard deviations.",
     ),
     Threshold(
         "battery.drift",
@@ -154,6 +193,10 @@ REWARD = (
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
+        default=4.0,
+        gt=0,
+        description="Largest distance between the mean scores of SFT samples and "
+        "demonstrations, in standard deviations.",
     ),
     Threshold(
         "battery.scale",
@@ -164,6 +207,10 @@ REWARD = (
         "between these samples.",
         "the reward model hardly distinguishes SFT's samples, so PPO has hardly anything to learn "
         "from. Add pairs of SFT's own samples (annotate.annotator: judge)",
+        default=0.33,
+        ge=0,
+        description="Smallest spread of scores of SFT samples, as a multiple of the "
+        "demonstrations'.",
     ),
     Threshold(
         "battery.scale",
@@ -173,6 +220,10 @@ REWARD = (
         "updates.",
         "the scores of SFT's samples spread far wider than those of demonstrations: PPO would "
         "follow outliers. Lower reward.learning_rate, or raise reward.center_rewards_coefficient",
+        default=3.0,
+        gt=0,
+        description="Largest spread of scores of SFT samples, as a multiple of the "
+        "demonstrations'.",
     ),
     Threshold(
         "battery.length_correlation_partial",
@@ -182,6 +233,10 @@ REWARD = (
         "judge's score held fixed. It shows how much length itself changes the score.",
         "length itself changes the reward model's score: balance the lengths of chosen and "
         "rejected texts (reports/{round}/data.html), or set ppo.length_penalty",
+        default=0.3,
+        ge=0,
+        le=1,
+        description="Largest correlation of score and length, with label and judge held fixed.",
     ),
     Threshold(
         "battery.worst_probe",
@@ -192,6 +247,10 @@ REWARD = (
         "repeated, text cut in half, empty text. PPO finds such texts within a few updates.",
         "the reward model prefers broken texts: rounds/{round}/battery/samples.jsonl shows the "
         "kind of corruption. Add pairs whose rejected text is corrupted in that way",
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Largest share of texts that score higher when corrupted, for any corruption.",
     ),
     Threshold(
         "battery.worst_flip",
@@ -207,6 +266,11 @@ REWARD = (
         "metrics.json names the edit. Look for a format that goes with the label "
         "(reports/{round}/data.html), and add pairs in which it does not",
         optional=True,
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Largest share of correctly ranked pairs that an edit which keeps the "
+        "meaning ranks wrongly.",
     ),
     Threshold(
         "battery.worst_ending",
@@ -224,6 +288,11 @@ REWARD = (
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "
         "that the policy uses.)",
+        default=0.3,
+        ge=0,
+        le=1,
+        description="Largest share of correctly ranked pairs that an appended ending reverses "
+        "against the primary judge, for any ending.",
     ),
     Threshold(
         "battery.worst_mined",
@@ -235,6 +304,10 @@ REWARD = (
         "a mined ending, which SFT or the last policy already writes, raises the score of bad "
         "texts: add pairs with it on the rejected text, or raise replay.pairs_per_exploit",
         optional=True,
+        default=0.3,
+        ge=0,
+        le=1,
+        description="The same for endings mined from texts of a policy.",
     ),
     Threshold(
         "battery.best_of_n.rise_low",
@@ -247,6 +320,9 @@ REWARD = (
         "prefer the selected samples, PPO will not please it either.",
         "the judge does not prefer the samples with the highest scores: PPO would be misled. "
         "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
+        default=0.0,
+        description="Best-of-n by this reward must raise the judge's score by more than this "
+        "(lower bound).",
     ),
     Threshold(
         "battery.apart_rise_low",

@@ -2,7 +2,7 @@
 unharmed?
 """
 
-from stages.gate.thresholds.form import Threshold
+from stages.lib.thresholds.form import Threshold
 
 PROMOTE = (
     Threshold(
@@ -15,6 +15,10 @@ PROMOTE = (
         "policy exploits the reward model: read rounds/{round}/evaluate/samples.jsonl, then run "
         "`rondo next-round`, which trains on the failures of this round. If score_mean did not "
         "rise, lower ppo.kl_coef or raise ppo.total_episodes",
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Smallest lower bound (95%) of the win rate against SFT.",
     ),
     Threshold(
         "evaluate.win_rate_champion_low",
@@ -33,6 +37,11 @@ PROMOTE = (
         "check this round's training data (reports/{round}/data.html), or raise "
         "ppo.total_episodes",
         optional=True,
+        default=0.38,
+        ge=0,
+        le=1,
+        description="Smallest lower bound (95%) of the win rate against the champion, the last "
+        "promoted policy.",
     ),
     Threshold(
         "ppo.dangers",
@@ -44,6 +53,9 @@ PROMOTE = (
         "that all end in the same way.",
         "rounds/{round}/ppo/health.json names each danger, its update, its cause and what to "
         "change first. Read the rollouts of the updates around it in rounds/{round}/ppo/rollouts",
+        default=0,
+        ge=0,
+        description="Most dangers that PPO's health monitor found up to the selected policy.",
     ),
     Threshold(
         "evaluate.ppo.kl_per_token",
@@ -55,6 +67,9 @@ PROMOTE = (
         "the policy is too far from SFT: lower ppo.target_kl_per_token or ppo.max_kl_per_token, "
         "or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
+        default=0.6,
+        gt=0,
+        description="Largest KL from SFT, nats per token of SFT's responses.",
     ),
     Threshold(
         "evaluate.ppo.distinct_2",
@@ -66,6 +81,10 @@ PROMOTE = (
         "docs/log.md).",
         "one template for all prompts (mode collapse, see rounds/{round}/evaluate/samples.jsonl): "
         "raise ppo.kl_coef or ppo.entropy_coef, or lower ppo.learning_rate",
+        default=0.7,
+        ge=0,
+        le=1,
+        description="Smallest expected share of distinct 2-grams among 200 across prompts.",
     ),
     Threshold(
         "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
@@ -74,6 +93,9 @@ PROMOTE = (
         "Share of 3-grams that occurred earlier in the same text: the policy's minus SFT's.",
         "texts repeat themselves (see rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef, "
         "or lower ppo.learning_rate or ppo.response_length",
+        default=0.05,
+        ge=0,
+        description="Largest rise of the share of repeated 3-grams over SFT's.",
     ),
     Threshold(
         "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
@@ -88,6 +110,10 @@ PROMOTE = (
         "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: raise the "
         "weight of its loss `sft` (dpo.loss_weights; docs/algorithms.md). If you want longer "
         "texts, raise ppo.response_length",
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Largest amount by which the share of ended responses is below SFT's.",
     ),
     Threshold(
         "replay.regressed",
@@ -102,6 +128,9 @@ PROMOTE = (
         "contain the rows that were made from these badcases: replay.max_share can leave rows "
         "out (see reports/{round}/data.html). Raise reward.continue_epochs or "
         "sft.continue_epochs",
+        default=0,
+        ge=0,
+        description="Most badcases that were repaired before and fail again.",
     ),
     Threshold(
         "capability.worst_fall",
@@ -118,6 +147,10 @@ PROMOTE = (
         "Otherwise raise ppo.kl_coef, or add similar prompts and pairs (not these) to your "
         "training data",
         optional=True,
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Largest loss against SFT in any slice or task: upper bound (95%).",
     ),
     Threshold(
         "evaluate.human_nll_rise",
@@ -129,5 +162,8 @@ PROMOTE = (
         "the base model (0.63).",
         "the policy has forgotten how people write: raise ppo.kl_coef, or lower ppo.learning_rate "
         "or ppo.total_episodes",
+        default=1.0,
+        ge=0,
+        description="Largest rise over SFT of the loss on held-out human texts, nats per token.",
     ),
 )
