@@ -133,11 +133,9 @@ def add_runs() -> None:
     """Runs in MLflow, each with all stages of an ended round; the newest has LAST, with its
     checkpoints.
     """
-    home = HOME.resolve()
+    home, ended = HOME.resolve(), f"r{ROUND_COUNT - 2}"
     store, tags = MlflowStore(store_uri(home), True), {PROJECT: project_id(home)}
-    records = [
-        read_record("load", address, "ran", tags) for address in addresses_of(f"r{ROUND_COUNT - 2}")
-    ]
+    records = [read_record("load", address, "ran", tags) for address in addresses_of(ended)]
     last = [read_record("load", address, "ran", tags) for address in addresses_of(LAST)]
     for number in range(RUNS):
         run, now = f"load-{number:03d}", milliseconds()

@@ -265,16 +265,6 @@ def test_the_server_ends_if_a_library_has_opened_a_gpu(tmp_path):
         assert server.wait(timeout=120) == 0  # its standard input is still open
 
 
-def test_without_the_server_the_real_interpreter_runs_the_module(job):
-    before = set(servers())
-    with fork_server.fork_server({}):
-        [server] = set(servers()) - before
-        server.kill()
-        server.wait()
-        done = run_job(fork_server.python(), job(PRINT), check=True)
-    assert "False __main__" in done.stdout
-
-
 def test_the_server_ends_with_the_process_that_started_it():
     code = (
         "import time, psutil; from flows.execution.fork_server import fork_server\n"
