@@ -159,7 +159,7 @@ def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[
     """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
     import networkx
 
-    todo = set(changed)
+    todo, graph = set(changed), graph.subgraph(addresses)  # ended rounds do not run
     for address in networkx.topological_sort(graph):
         if not todo.isdisjoint(graph.pred[address]):
             todo.add(address)

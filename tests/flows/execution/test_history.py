@@ -96,6 +96,9 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
 
 def test_changed_data_of_an_ended_round_concerns_those_that_read_it(rounds: Path) -> None:
     run(number=2)
+    shutil.rmtree("assets/start")  # only r0 reads it
+    assert dvc_stages.order_and_changes(["r1"])[1] == {"assets"}
+    dvc_stages.run("assets", print)
     (stage_dir("r0", "evaluate") / "data/rows.jsonl").write_text("{}\n")
     (stage_dir("r0", "sft") / "data/rows.jsonl").write_text("{}\n")  # no stage of r1 reads it
     assert list(dvc_stages.graph_and_changes(["r1"])[1]) == ["prepare@r1"]
