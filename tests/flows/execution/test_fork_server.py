@@ -185,7 +185,7 @@ def test_a_signal_before_the_server_is_ready_is_not_lost(job):
     ):
         waits(client)  # the server is still importing
         client.send_signal(signal.SIGTERM)
-        assert client.wait(30) == 128 + signal.SIGTERM
+        assert client.wait(120) == 128 + signal.SIGTERM
 
 
 def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
