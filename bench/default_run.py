@@ -73,7 +73,7 @@ def by_judge(evaluation: dict[str, Any]) -> str:
 
 def rounds_table() -> str:
     """The table over rounds of docs/default.md."""
-    table = summary.table(list(ROUNDS), current_locks(ROUNDS), markdown=True)
+    table = summary.table(list(ROUNDS), current_locks(), markdown=True)
     return render_text(table).strip() + "\n"
 
 

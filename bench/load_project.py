@@ -25,7 +25,6 @@ from flows.execution import history
 from flows.tracking.mlflow_store import MlflowStore, store_uri
 from flows.tracking.provenance import PROJECT, project_id
 from flows.tracking.records import Record, milliseconds, read_record
-from stages.lib.core.ended_rounds import lock_path
 from stages.lib.core.files import (
     GATES,
     REPORTS,
@@ -74,9 +73,10 @@ def add_rounds() -> None:
             if address.endswith("@r1")
         }
     write_text(LOCK, yaml.safe_dump({"schema": "2.0", "stages": entries}, sort_keys=False))
-    *ended, last = rounds(ROUND_COUNT).items()
-    write_params(params.model_copy(update={"rounds": dict([*ended[1:], last])}))
-    history.write(params.model_copy(update={"rounds": dict([last])}), [name for name, _ in ended])
+    *ended, _ = rounds(ROUND_COUNT)
+    params = params.model_copy(update={"rounds": rounds(ROUND_COUNT)})
+    write_params(params)
+    history.write(params, ended)
 
 
 def renamed(value: Any, number: int) -> Any:
@@ -133,10 +133,10 @@ def add_runs() -> None:
     """Runs in MLflow, each with all stages of an ended round; the newest has LAST, with its
     checkpoints.
     """
-    home, ended = HOME.resolve(), lock_path(f"r{ROUND_COUNT - 2}")
+    home, ended = HOME.resolve(), f"r{ROUND_COUNT - 2}"
     store, tags = MlflowStore(store_uri(home), True), {PROJECT: project_id(home)}
-    records = [read_record("load", address, "ran", tags) for address in entries_of(ended)]
-    last = [read_record("load", address, "ran", tags) for address in entries_of(LOCK)]
+    records = [read_record("load", address, "ran", tags) for address in addresses_of(ended)]
+    last = [read_record("load", address, "ran", tags) for address in addresses_of(LAST)]
     for number in range(RUNS):
         run, now = f"load-{number:03d}", milliseconds()
         store.send(Record(run=run, status="FINISHED", started=now, ended=now))
@@ -144,8 +144,8 @@ def add_runs() -> None:
             store.send(record.model_copy(update={"run": run}))
 
 
-def entries_of(path: Path) -> list[str]:
-    return list(history.read_entries(path))
+def addresses_of(round_: str) -> list[str]:
+    return [name for name in history.read_entries(LOCK) if name.endswith(f"@{round_}")]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evalu
 
 
 def main(target: str) -> None:
-    if lines := not_comparable(ROUNDS, current_locks(ROUNDS)):
+    if lines := not_comparable(ROUNDS, current_locks()):
         raise SystemExit("\n".join(lines))
     figure, (score, kl, against_kl) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:

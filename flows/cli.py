@@ -282,8 +282,8 @@ def report(_: argparse.Namespace) -> int:
     from flows.core.locks import current_locks
     from flows.report import page, summary
 
-    rounds = summary.known_rounds(current_locks())
-    locks = current_locks(rounds)
+    locks = current_locks()
+    rounds = summary.known_rounds(locks)
     summary.write(rounds, locks)
     # flushed: the charts of 30 rounds take half a minute
     print(summary.text(rounds, locks), flush=True)

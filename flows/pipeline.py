@@ -26,7 +26,6 @@ from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.config import (
     KEEP,
-    all_rounds,
     check_rerun,
     one_more_round,
     preset_names,
@@ -238,18 +237,18 @@ def pipeline(
     with reporting("run", log, dvc_stages.QUIET_SECONDS), server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
-        ended = history.rounds_to_end(preset, number, rerun)
-        params = own_params(home, run, lambda: resolve(preset, number, settings, ended), ended)
+        params = own_params(home, run, lambda: resolve(preset, number, settings))
+        ended = history.rounds_to_end(params, preset, rerun)
         changes = [f"  {change}" for change in history.write(params, ended)]
         log(f"run {run} in {folder}")
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
         if ended:
             log(f"ended, not run again (--rerun does): {', '.join(ended)}")
         # 3. Find the stages to run, and what they need.
-        names = list(params.rounds)
+        names = history.open_rounds(params, ended)
         shown = [*ended[-SHOWN_ENDED:], *names]
         inputs.refresh(params, home, log)
-        addresses, todo = stages_to_run(params, log)
+        addresses, todo = stages_to_run(params, names, log)
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
         tags = provenance.run_tags(run_ref, params, preset, isolated, home)
@@ -259,7 +258,7 @@ def pipeline(
         remaining = list(addresses)
         try:
             run_stages(remaining, names, run_ref, tracker, log)
-            verdict = "; ".join(summary.verdict_lines(names, current_locks(names)))
+            verdict = "; ".join(summary.verdict_lines(names, current_locks()))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
@@ -294,14 +293,14 @@ def checked_files(params: Params) -> list[Path]:
     return files
 
 
-def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
+def stages_to_run(params: Params, rounds: list[str], log: LogLine) -> tuple[list[str], set[str]]:
     """The stages of a run in order, and those of them that are not up to date.
 
     Raises:
         RondoError: there is no room for their models, on disk or in memory.
     """
     with progress(dvc_stages.DVC_COMPARES):
-        addresses, todo = dvc_stages.order_and_changes(list(params.rounds))
+        addresses, todo = dvc_stages.order_and_changes(rounds)
     needs.check(params, addresses, todo, log)
     return addresses, todo
 
@@ -355,7 +354,7 @@ def close(
         todo: the stages that were not up to date; if there were none, an existing report is still
             valid.
     """
-    locks = current_locks(rounds, unfinished=todo & {*remaining})
+    locks = current_locks(unfinished=todo & {*remaining})
     with bookkeeping("the summary", log):
         summary.write(rounds, locks)
         log(summary.text(rounds, locks))
@@ -402,7 +401,7 @@ def rounds_with_one_more(home: Path) -> int:
 
     Another run may have added more rounds since; these are kept.
     """
-    return max(int(decide_once(home, "rounds", one_more_round)), len(all_rounds()))
+    return max(int(decide_once(home, "rounds", one_more_round)), len(load_params().rounds))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)

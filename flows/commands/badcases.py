@@ -13,7 +13,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flows.core.config import all_rounds
 from flows.core.git import person
 from flows.core.services import HOME
 from stages.lib.core.errors import BadInput
@@ -172,7 +171,7 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
     name = round_ or list(params.rounds)[-1]
     params.check_round(name)
     prompts = [(label, report.prompt) for label, report in reports]
-    for known_round in all_rounds():
+    for known_round in load_params().rounds:
         path = stage_dir(known_round, "prepare") / "data/eval_prompts.jsonl"
         if path.exists():
             check_not_in_eval_set(
@@ -197,7 +196,7 @@ def ledger(round_: str | None) -> list[Badcase]:
     Raises:
         BadInput: there is no such round, or no ledger yet.
     """
-    known = list(all_rounds())
+    known = list(load_params().rounds)
     if round_ and round_ not in known:
         raise BadInput(f"--round {round_}: no such round; expected one of {', '.join(known)}")
     rounds = [round_] if round_ else known

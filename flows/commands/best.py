@@ -14,13 +14,13 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.config import all_rounds
 from flows.core.locks import digest_of, digests
 from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
+from stages.lib.core.params import load_params
 from stages.lib.core.recorder import read_metrics
 
 COLUMNS = (
@@ -147,7 +147,7 @@ def policies_within_kl(
 def experiments_here() -> set[Experiment]:
     """Evaluation and lineage of each round in this folder that was evaluated."""
     experiments = set()
-    for name in all_rounds():
+    for name in load_params().rounds:
         if (stage_dir(name, "evaluate") / "metrics.json").exists():
             evaluation = read_metrics(name, "evaluate").get("evaluation_id")
             experiments.add((evaluation or "", lineage(name, evaluation)))

@@ -9,7 +9,7 @@ from flows.core.addresses import split_address
 from flows.core.config import KEEP, changes_of_params, one_more_round
 from flows.core.locks import LOCK
 from flows.execution import dvc_stages, needs
-from flows.execution.history import read_entries, resolve_run
+from flows.execution.history import open_rounds, read_entries, resolve_run
 from stages.gate.verdict import look_up
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
@@ -32,7 +32,7 @@ def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[st
     print("\n  ".join([title, *changes]))
     if ended:
         print(f"ended, not run again (--rerun does): {', '.join(ended)}")
-    addresses = addresses_of(params)
+    addresses = addresses_of(open_rounds(params, ended))
     waiting = stages_that_would_run(params, addresses)
     needs.check(params, addresses, waiting, print)
     if waiting:
@@ -62,31 +62,30 @@ def dry_next_round(settings: list[str]) -> int:
     return dry_run(KEEP, one_more_round(), settings, [])
 
 
-def addresses_of(params: Params) -> list[str]:
-    """The stages of a run with these params, in the order of dvc.yaml, round after round."""
+def addresses_of(rounds: list[str]) -> list[str]:
+    """The stages of a run with these rounds, in the order of dvc.yaml, round after round."""
     stages = read_yaml(Path("dvc.yaml"), "correct it")["stages"]
     once = [name for name, stage in stages.items() if "foreach" not in stage]
     each = [name for name, stage in stages.items() if "foreach" in stage]
     return [
         *(name for name in once if name != dvc_stages.INPUTS),
-        *(f"{name}@{round_}" for round_ in params.rounds for name in each),
+        *(f"{name}@{round_}" for round_ in rounds for name in each),
     ]
 
 
 def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
     """The stages that are not up to date with these params, or that depend on one that is not.
 
-    All stages of a round that params.yaml does not have are among them, and of the rounds after it:
-    a new one, and an ended one that runs again, though DVC may then find some of them unchanged.
+    All stages of a round that params.yaml does not have are among them, and of the rounds after it.
     """
-    graph, status = dvc_stages.graph_and_changes()
+    rounds = list(dict.fromkeys(split_address(address)[1] for address in addresses))
+    graph, status = dvc_stages.graph_and_changes(rounds)
     entries, values = read_entries(LOCK), params.model_dump(mode="json")
     new_inputs = {
         str(INPUTS / f"{kind}.json")
         for kind, hashes in input_hashes(params).items()
         if recorded_hashes(kind) != hashes
     }
-    rounds = list(params.rounds)
     missing = [split_address(address)[1] for address in addresses if address not in graph]
     first = min(map(rounds.index, missing), default=len(rounds))
     changed = {

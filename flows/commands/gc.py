@@ -11,8 +11,7 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from flows.core.run_locks import RUNS, is_free
-from flows.execution.dvc_stages import open_repo
-from flows.execution.leftovers import remove_state
+from flows.execution.dvc_stages import open_repo, remove_state
 from flows.execution.worktree import (
     WORKING_TREE_LOCK,
     WORKSPACES_LOCK,

@@ -12,10 +12,10 @@ from flows.core import tables
 from flows.core.addresses import split_address
 from flows.core.locks import Locks, current_locks, is_here
 from flows.core.run_locks import is_alive
-from flows.execution import dvc_stages, rwlock
+from flows.execution import dvc_stages
 from flows.execution.worktree import ENDED, workspaces
 from flows.report import summary
-from stages.lib.core.ended_rounds import ended_rounds, settings_path
+from stages.lib.core.ended_rounds import ended_names, settings_path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.rows import StepRow, read_rows
@@ -32,7 +32,8 @@ def text(home: Path) -> str:
     """A table with a row per stage and a column per round; below it the verdicts, and the runs that
     have a workspace.
     """
-    rounds = list(load_params().rounds)
+    ended = ended_names()
+    rounds = [name for name in load_params().rounds if name not in ended]
     current = running_stage()
     addresses = dvc_stages.stage_order(rounds) if current else []
     # `dvc status` fails while DVC runs: then all stages after the running one count as to do
@@ -40,7 +41,7 @@ def text(home: Path) -> str:
         todo = set(addresses[addresses.index(current) :])
     else:
         addresses, todo = dvc_stages.order_and_changes(rounds)
-    locks = current_locks(rounds)
+    locks = current_locks()
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
@@ -51,10 +52,10 @@ def text(home: Path) -> str:
         )
     for stage, states in by_stage.items():
         table.add_row(stage, *states)
-    ended = [f"{name} has ended; {settings_path(name)}" for name in ended_rounds()]
+    of_ended = [f"{name} has ended; {settings_path(name)}" for name in sorted(ended)]
     recorded = [ABOUT_RECORDED] if any(RECORDED in states for states in by_stage.values()) else []
     table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds, locks)
-    lines = [table_text, *recorded, *ended, *verdict_lines, *workspace_lines(home)]
+    lines = [table_text, *recorded, *of_ended, *verdict_lines, *workspace_lines(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 
@@ -78,7 +79,7 @@ def state(address: str, current: str | None, todo: set[str], locks: Locks) -> st
 def running_stage() -> str | None:
     """The stage that DVC runs in this folder."""
     pattern = re.compile(r"repro --single-item (?:--force )?(\S+)")
-    matches = (pattern.search(command) for command in rwlock.running_commands())
+    matches = (pattern.search(command) for command in dvc_stages.running_commands())
     return next((match[1] for match in matches if match), None)
 
 

@@ -88,7 +88,7 @@ def sweep(
         with chdir(folder):
             names = list(load_params().rounds)
             _, todo = dvc_stages.order_and_changes(names)
-            locks = current_locks(names, unfinished=todo)
+            locks = current_locks(unfinished=todo)
             rows += [row(name, point, round_, locks, error if todo else "") for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"

@@ -14,11 +14,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
-from stages.lib.core.params.data import START, RoundParams, rounds
+from stages.lib.core.params.data import START, rounds
 from stages.lib.core.params.shared import ParamsSection
 from stages.lib.core.reading import parse_yaml, read_yaml
 from stages.lib.core.user_inputs import user_files
@@ -116,7 +115,6 @@ def resolve(
     preset: str = KEEP,
     number: int | None = None,
     settings: Iterable[str] = (),
-    ended: Collection[str] = (),
 ) -> Params:
     """Resolve and validate the params of a run; nothing is written.
 
@@ -126,11 +124,10 @@ def resolve(
         preset: `keep` starts from params.yaml, any other name from the defaults.
         number: how many rounds, named r0, r1, ...; None keeps the rounds of the preset or file.
         settings: single values, `section.key=value`.
-        ended: rounds that the run leaves as they are; they are not in its params.
 
     Raises:
         BadInput: an unknown preset or key, a value out of range, lengths that do not fit together,
-            a missing model, function or earlier round, or no round that has not ended.
+            or a missing model, function or earlier round.
 
     Example:
         >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
@@ -138,9 +135,7 @@ def resolve(
     """
     start = load_params() if preset == KEEP else Params()
     values = start.model_dump(mode="json")
-    if preset == KEEP:
-        values["rounds"] = {name: entry.model_dump() for name, entry in all_rounds().items()}
-    else:
+    if preset != KEEP:
         preset_values = read_preset(preset)
         values = overlay(values, preset_values)
         # `rounds` of a preset are complete: merging would keep the default's further rounds.
@@ -148,31 +143,18 @@ def resolve(
     for setting in settings:
         values = overlay(values, parse_setting(setting))
     source = f"{'params.yaml' if preset == KEEP else f'preset {preset}'} with --set"
-    check_params(values, source)  # also of the rounds that `number` and `ended` replace
+    check_params(values, source)  # also of the rounds that `number` replaces
     if number is not None:
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
-    values["rounds"] = {
-        name: entry for name, entry in values["rounds"].items() if name not in ended
-    }
-    if not values["rounds"]:
-        raise BadInput(
-            f"--rounds {number}: {', '.join(ended)} have ended; ask for at least {len(ended) + 1} "
-            "rounds, or add `--rerun ROUND` to run a round again"
-        )
     params = check_params(values, source)
     for name, entry in params.rounds.items():
-        if entry.previous not in (START, *(f"rounds/{key}" for key in (*params.rounds, *ended))):
+        if entry.previous not in (START, *(f"rounds/{key}" for key in params.rounds)):
             raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")
     user_files(params)  # raises if a model or function is missing
     check_lengths(params)
     return params
-
-
-def all_rounds() -> dict[str, RoundParams]:
-    """The ended rounds, and those of params.yaml after them."""
-    return ended_rounds() | load_params().rounds
 
 
 def check_rerun(rerun: Collection[str]) -> None:
@@ -181,7 +163,7 @@ def check_rerun(rerun: Collection[str]) -> None:
     Raises:
         BadInput: the project has no such round.
     """
-    known = [*all_rounds(), ALL] if rerun else []  # reads the settings of all ended rounds
+    known = [*load_params().rounds, ALL] if rerun else []
     for name in rerun:
         if name not in known:
             raise BadInput(f"--rerun {name}: no such round; expected one of {', '.join(known)}")
@@ -196,7 +178,7 @@ def one_more_round() -> int:
     Raises:
         BadInput: the rounds of params.yaml are not r0, r1, ..., each based on the one before.
     """
-    current = all_rounds()
+    current = load_params().rounds
     if current != rounds(len(current)):
         raise BadInput(
             f"rounds of params.yaml are {', '.join(current)}, not r0, r1, ...: "

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
-from stages.lib.core.ended_rounds import ended_names, has_ended, lock_path
+from stages.lib.core.ended_rounds import ended_names
 from stages.lib.core.reading import read_yaml
 from stages.lib.core.validation import check_type
 
@@ -36,47 +36,42 @@ class LockFile(BaseModel):
 
 
 def read_locks() -> dict[str, dict[str, Any]]:
-    """The entries by address, also those of ended rounds."""
-    paths = [LOCK, *map(lock_path, ended_names())]
-    return {address: entry for path in paths for address, entry in _read(path).items()}
+    """The entries by address."""
+    return _read(LOCK)
 
 
-def current_locks(
-    rounds: Collection[str] = (), unfinished: Collection[str] = ()
-) -> dict[str, dict[str, Any]]:
+def current_locks(unfinished: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """The entries of the stages whose results this folder has, by address.
 
     dvc.lock also has stages whose files are those of an earlier run: the metrics.json of the stage
     is missing or another one, the stage read what another stage has made anew since or has failed
     to make, or a gate before it stopped the run. They and the stages that depend on them are left
-    out. Ended rounds are history: all their entries count.
+    out. Ended rounds are history: all their entries count, but those of gates that failed.
 
     Args:
-        rounds: of these the ended ones are read.
         unfinished: stages that a run had to run, and did not.
     """
     locks = _read(LOCK)
-    md5s = outputs(locks)
+    ended, md5s = ended_names(), outputs(locks)
     makers = {out["path"]: address for address in locks for out in locks[address].get("outs", [])}
     stale = {
         address
         for address, entry in locks.items()
-        if address in unfinished
-        or not has_read(entry, md5s)
-        or not _has_metrics(entry)
-        or _has_stopped(address)
+        if _has_stopped(address)
+        or (
+            split_address(address)[1] not in ended
+            and (address in unfinished or not has_read(entry, md5s) or not _has_metrics(entry))
+        )
     }
     while dependents := {
         address
         for address, entry in locks.items()
         if address not in stale
+        and split_address(address)[1] not in ended
         and any(makers.get(dep["path"]) in stale for dep in entry.get("deps", []))
     }:
         stale |= dependents
-    current = {address: entry for address, entry in locks.items() if address not in stale}
-    for name in sorted({*rounds} & {*ended_names()}):
-        current |= _read(lock_path(name))
-    return current
+    return {address: entry for address, entry in locks.items() if address not in stale}
 
 
 def outputs(locks: Locks) -> dict[str, str]:
@@ -114,13 +109,12 @@ def is_here(lock: Mapping[str, Any]) -> bool:
 
 def read_lock(address: str) -> dict[str, Any]:
     """The entry of a stage; empty if there is none."""
-    round_ = split_address(address)[1]
-    return _read(lock_path(round_) if has_ended(round_) else LOCK).get(address, {})
+    return _read(LOCK).get(address, {})
 
 
 def digests(round_: str) -> dict[str, str]:
     """md5 of the models of a round (base, SFT, reward, policy) by path."""
-    entries = _read(LOCK) | (_read(lock_path(round_)) if has_ended(round_) else {})
+    entries = _read(LOCK)
     stages = ("sft", "reward", "ppo")
     return {
         out["path"]: out["md5"]

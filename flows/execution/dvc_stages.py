@@ -4,23 +4,29 @@ An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
 
 import errno
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flows.core import locks
 from flows.core.addresses import split_address
+from flows.core.locks import LOCK
+from flows.core.services import CLOCK_SECONDS
 from flows.core.verdicts import gate_message
-from flows.execution import fork_server, integrity, leftovers, process_guard, rwlock
-from flows.execution.lock_file import keep_other_stages
+from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import (
     STORAGE_ADVICE,
     BadInput,
@@ -32,13 +38,23 @@ from stages.lib.core.errors import (
     memory_advice,
     storage_advice,
 )
+from stages.lib.core.files import (
+    RESUME_STATE,
+    remove_unfinished,
+    stage_dir,
+    work_dir,
+    write_text,
+)
 from stages.lib.core.progress import progress, reporting
-from stages.lib.core.reading import read_yaml
+from stages.lib.core.reading import parse_yaml, read_yaml
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 # Without a line from a stage, until a run prints one itself: stages print one every 10 s.
 QUIET_SECONDS = 15.0
+RWLOCK = Path(".dvc/tmp/rwlock")  # the paths that DVC's running commands read and write
+DVC_TEMPORARY = re.compile(r"\.[\w-]{22}\.tmp")
+WRITING_SECONDS = 1.0  # enough for a DVC that has made a folder to write the file in it
 
 
 class Outcome(str, Enum):
@@ -62,7 +78,7 @@ def open_repo() -> Iterator[Any]:
 
     try:
         with Repo(".", _wait_for_lock=True) as repo:
-            rwlock.repair(repo)
+            remove_stale_rwlock(repo)
             yield repo
     except (DvcException, SCMError) as error:
         # DVC's own message of a damaged dvc.lock has no next step
@@ -71,9 +87,7 @@ def open_repo() -> Iterator[Any]:
 
 
 def stages_of(repo: Any) -> Any:
-    """DVC's index of the stages of dvc.yaml; the data of ended rounds, which no stage makes, would
-    add to its time with each round.
-    """
+    """DVC's index of the stages of dvc.yaml, without data of the user that DVC tracks."""
     from dvc.repo.index import Index
 
     return Index.from_file(repo, "dvc.yaml")
@@ -86,14 +100,12 @@ def order_graph(index: Any) -> Any:
     return networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
 
 
-def changes(index: Any) -> dict[str, Any]:
-    """What `dvc status` reports of the stages in an index, by address; without INPUTS.
-
-    A stage that reads changed data of an ended round is among them itself.
-    """
+def changes(index: Any, rounds: Collection[str]) -> dict[str, Any]:
+    """What `dvc status` reports of the stages of some rounds, by address; without INPUTS."""
     by_address: dict[str, Any] = {}
     for stage in index.stages:
-        by_address |= stage.status(check_updates=True)
+        if split_address(stage.addressing)[1] in ("", *rounds):
+            by_address |= stage.status(check_updates=True)
     by_address.pop(INPUTS, None)
     return by_address
 
@@ -133,23 +145,23 @@ def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
     A dependent stage may be skipped later: if the stage before it reproduces equal outputs, it has
     nothing to do.
     """
-    graph, changed = graph_and_changes()
+    graph, changed = graph_and_changes(rounds)
     addresses = _in_order(graph, rounds)
     return addresses, with_dependents(addresses, set(changed), graph)
 
 
-def graph_and_changes() -> tuple[Any, dict[str, Any]]:
+def graph_and_changes(rounds: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """`order_graph` and `changes`, for which DVC reads dvc.yaml and dvc.lock once."""
     with open_repo() as repo, repo.lock:
         index = stages_of(repo)
-        return order_graph(index), changes(index)
+        return order_graph(index), changes(index, rounds)
 
 
 def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
     """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
     import networkx
 
-    todo = set(changed)
+    todo, graph = set(changed), graph.subgraph(addresses)  # ended rounds do not run
     for address in networkx.topological_sort(graph):
         if not todo.isdisjoint(graph.pred[address]):
             todo.add(address)
@@ -239,11 +251,10 @@ def run(
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
         with open_repo() as repo:
-            leftovers.remove_temporaries(repo, address)
+            remove_temporaries(repo, address)
             if not force and _is_unchanged(repo, address):
                 return Outcome.unchanged
-            integrity.check_inputs(repo, address)
-            leftovers.repair_run_cache(repo)
+            repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
         dvc_lines: list[str] = []
 
@@ -265,27 +276,133 @@ def run(
         command = ["dvc", "--wait-for-lock", "repro", *flags, address]
         with around or nullcontext(), keep_other_stages(address):
             code = stream(command, sort_line)
-            if was_restored(dvc_lines) and (damaged := _damaged_cache(address)):
-                on_line(f"{damaged}: damaged in DVC's cache, so {address} runs again")
-                dvc_lines.clear()
-                code = stream([*command, "--force"], sort_line)
-            if was_killed(code):  # and may have emptied dvc.lock
+            if was_killed(code):
                 raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
-        leftovers.clear_resume_states(address)
-        return Outcome.restored if was_restored(dvc_lines) else Outcome.ran
+        clear_resume_states(address)
+        cached = any("is cached" in line for line in dvc_lines)
+        return Outcome.restored if cached else Outcome.ran
 
 
-def was_restored(dvc_lines: list[str]) -> bool:
-    """Whether DVC took a stage's outputs from its cache, by the lines that it printed."""
-    return any("is cached" in line for line in dvc_lines)
+# What killed processes leave: entries in DVC's lists, half of dvc.lock, files and folders that are
+# not finished, and states to resume from.
 
 
-def _damaged_cache(address: str) -> str:
-    """The outputs of a stage that came damaged from DVC's cache, which are now deleted."""
-    with open_repo() as repo:
-        return ", ".join(integrity.drop_damaged_cache(repo, address))
+def running_commands() -> list[str]:
+    """The DVC commands that run in this folder."""
+    try:
+        written, lists = RWLOCK.stat().st_mtime, json.loads(RWLOCK.read_text())
+    except (FileNotFoundError, ValueError):  # nothing has run yet, or it was written in part
+        return []
+    readers = [reader for of_path in lists.get("read", {}).values() for reader in of_path]
+    holders = [*lists.get("write", {}).values(), *readers]
+    return [holder["cmd"] for holder in holders if _runs(holder["pid"], written)]
+
+
+def _runs(pid: int, written: float) -> bool:
+    """Whether the process that was in a list when it was `written` still runs.
+
+    DVC takes any process with this number for it. After the restart of a container, that may be
+    another one, which began later.
+    """
+    try:
+        return psutil.Process(pid).create_time() <= written + CLOCK_SECONDS
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remove_stale_rwlock(repo: Any) -> None:
+    """Delete DVC's list of the paths in use if none of its commands runs, or it cannot be read.
+
+    A DVC that is killed while it writes the list leaves an empty file, and all later commands fail.
+    """
+    from dvc.lock import make_lock
+    from dvc.rwlock import RWLOCK_LOCK
+
+    hardlink = repo.config["core"].get("hardlink_lock", False)
+    path = str(RWLOCK.with_name(RWLOCK_LOCK))
+    with make_lock(path, tmp_dir=repo.tmp_dir, hardlink_lock=hardlink, wait=True):
+        if not running_commands():
+            RWLOCK.unlink(missing_ok=True)
+
+
+@contextmanager
+def keep_other_stages(address: str) -> Iterator[None]:
+    """Restore dvc.lock if DVC is cut off in the block and leaves other stages than this one changed
+    in it.
+
+    DVC empties the file before it writes it: if it is cut off then, the records of all stages are
+    lost.
+    """
+    before = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
+    try:
+        yield
+    except BaseException:
+        after = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
+        if after != before and _other_stages(after, address) != _other_stages(before, address):
+            write_text(LOCK, before) if before else LOCK.unlink()
+        raise
+
+
+def _other_stages(text: str, address: str) -> dict[str, Any] | None:
+    """All stages of a dvc.lock but one; None if it is not complete."""
+    try:
+        stages = parse_yaml(text)["stages"] if text else {}
+        return {name: stage for name, stage in stages.items() if name != address}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def remove_temporaries(repo: Any, address: str) -> None:
+    """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
+    the names that `replacing` and DVC give them until they are complete.
+
+    Also of an unchanged stage, since `dvc repro` by hand removes none. Other commands write beside
+    outputs, e.g. into reports/: their files stay.
+    """
+    stage, round_ = split_address(address)
+    for folder in (stage_dir(round_, stage), work_dir(round_, stage)):
+        for path in folder.rglob(".*.tmp"):
+            if path.is_file():
+                path.unlink()
+    (made,) = repo.stage.collect(address)
+    for output in (Path(out.fs_path) for out in made.outs):
+        remove_unfinished(output)
+        for path in output.parent.glob(".*.tmp"):
+            if DVC_TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+def repair_run_cache(repo: Any) -> None:
+    """Remove empty folders from the run cache, where DVC finds the outputs of a stage by its
+    command and inputs: `.dvc/cache/runs/KE/KEY/VALUE`. With one, every later `dvc repro` of its
+    stage fails.
+    """
+    for folder in Path(repo.stage_cache.cache_dir).glob("*/*"):
+        with suppress(OSError):  # it is gone, or no longer empty: clones may share a cache
+            if not any(folder.iterdir()):
+                time.sleep(WRITING_SECONDS)
+                folder.rmdir()
+
+
+def clear_resume_states(address: str) -> None:
+    """Delete the states from which a killed stage resumes, after DVC has recorded its outputs.
+
+    The stage cannot do this itself: if DVC fails to record the outputs, the stage must resume.
+    """
+    stage, round_ = split_address(address)
+    for state in work_dir(round_, stage).glob(f"*/{RESUME_STATE}"):
+        remove_state(state)
+
+
+def remove_state(state: Path) -> None:
+    """Delete a resume state with the rollouts and checkpoints beside it.
+
+    It goes first: a stage would resume from it without the rest if this process is killed here.
+    """
+    state.unlink()
+    shutil.rmtree(state.parent)
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:

@@ -134,7 +134,8 @@ def serve(listener: socket.socket) -> None:
     gc.disable()  # imported objects are never garbage: collecting them only takes time
     for name in LIBRARIES:
         import_module(name)
-    if any(path.startswith(GPU_DEVICES) for path in open_files()):
+    open_files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+    if any(path.startswith(GPU_DEVICES) for path in open_files):
         return
     # of numpy, scipy and Arrow, which wait for work; Python 3.12 and later warn of them
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -156,7 +157,13 @@ def serve(listener: socket.socket) -> None:
                 child_ended.recv(4096)
                 for pid in [pid for pid in clients if has_ended(pid)]:
                     reap(pid, clients.pop(pid))
-            elif connection := accept(listener):
+            else:
+                connection, _ = listener.accept()
+                try:
+                    connection.send(b"\1")  # accepted
+                except OSError:  # the client is gone already
+                    connection.close()
+                    continue
                 if (pid := os.fork()) == 0:
                     # A fork that kept these open would keep other clients waiting after the server
                     # has ended.
@@ -167,29 +174,9 @@ def serve(listener: socket.socket) -> None:
                 clients[pid] = connection
 
 
-def open_files() -> list[str]:
-    """The paths of this process's open files."""
-    paths = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed again: the listing's own
-            paths.append(os.readlink(descriptor))
-    return paths
-
-
 def has_ended(pid: int) -> bool:
     """Whether a child process has ended; it stays waitable."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def accept(listener: socket.socket) -> socket.socket | None:
-    """Accept a client and confirm it with one byte; None if the client is gone already."""
-    connection, _ = listener.accept()
-    try:
-        connection.send(b"\1")
-    except OSError:
-        connection.close()
-        return None
-    return connection
 
 
 def reap(pid: int, client: socket.socket) -> None:

@@ -1,13 +1,12 @@
 """Ended rounds are history: no changed setting and no edited code runs them again.
 
-A round ends when all of its stages have run and a later round begins. It leaves params.yaml, and so
-dvc.yaml's rows of stages, and dvc.lock. Its outputs become data of DVC, for which there is nothing
-to run (stages/lib/core/ended_rounds.py has the files). So a run also costs the same after many
-rounds: DVC reads and checks each stage of dvc.yaml and dvc.lock at every step.
+A round ends when all of its stages have run and a later round begins. A run then leaves its stages
+out, and its settings are kept in `rounds/<round>/params.yaml` (stages/lib/core/ended_rounds.py).
 """
 
 import io
 from collections.abc import Collection, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,46 @@ from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, resolve, wr
 from flows.core.locks import LOCK, METRICS, has_read, outputs
 from flows.core.verdicts import failed_values, read_gate
 from flows.execution.dvc_stages import open_repo
-from flows.execution.integrity import drop_damaged_cache
 from stages.gate.approvals import read_approval
-from stages.lib.core.ended_rounds import (
-    data_path,
-    ended_rounds,
-    files_of,
-    has_ended,
-    lock_path,
-    metrics_path,
-    settings_path,
-)
+from stages.lib.core.ended_rounds import ended_names, has_ended, settings_path
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ROUNDS, remove_unfinished, write_text
+from stages.lib.core.files import remove_unfinished, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, load_params
 from stages.lib.core.reading import read_yaml
 
-Output = Mapping[str, Any]  # of an entry: path and md5
 Locks = dict[str, dict[str, Any]]
 LAST_GATE = "gate_promote"  # the next round may begin although it failed
 
 
-def rounds_to_end(preset: str, number: int | None, rerun: Collection[str]) -> list[str]:
-    """The rounds that have ended, or end now.
+def rounds_to_end(params: Params, preset: str, rerun: Collection[str]) -> list[str]:
+    """The rounds of a run that have ended, or end now: the complete ones that another one follows.
 
-    These are the complete rounds that have a successor. A preset or `rerun` asks for rounds to run
-    again: these, and the rounds after them, have not ended.
+    A preset or `rerun` asks for rounds to run again: these, and the rounds after them, have not
+    ended.
 
     Args:
-        number: how many rounds the run will have; None: those of params.yaml.
-        rerun: names of ended rounds, or ALL.
+        params: the params of the run.
+        rerun: names of rounds, or ALL.
 
     Raises:
-        BadInput: `rerun` names no round of the project.
+        BadInput: all rounds of the run have ended, or the base model is not theirs.
     """
-    check_rerun(rerun)
-    ended = list(ended_rounds())
     if preset != KEEP or ALL in rerun:
         return []
-    begun = [name for name in load_params().rounds if name not in ended]
-    last = (number or len(ended) + len(begun)) - 1  # its successor has not begun
-    for name in begun:
-        if len(ended) >= last or not is_complete(name):
-            break
-        ended.append(name)
-    first = min((ended.index(name) for name in rerun if name in ended), default=len(ended))
-    return ended[:first]
+    *earlier, last = params.rounds
+
+    def is_over(name: str) -> bool:
+        return name not in rerun and (has_ended(name) or is_complete(name))
+
+    ended = list(takewhile(is_over, earlier))
+    if ended == earlier and last not in rerun and has_ended(last):
+        raise BadInput(
+            f"--rounds {len(params.rounds)}: {', '.join(params.rounds)} have ended; ask for at "
+            f"least {len(params.rounds) + 1} rounds, or add `--rerun ROUND` to run a round again"
+        )
+    if ended:
+        _check_model(params, ended[-1])
+    return ended
 
 
 def resolve_run(
@@ -74,10 +67,14 @@ def resolve_run(
     Raises:
         BadInput: the params are invalid, or do not fit the ended rounds.
     """
-    ended = rounds_to_end(preset, number, rerun)
-    params = resolve(preset, number, settings, ended)
-    _check_model(params, ended, _read_locks())
-    return params, ended
+    check_rerun(rerun)
+    params = resolve(preset, number, settings)
+    return params, rounds_to_end(params, preset, rerun)
+
+
+def open_rounds(params: Params, ended: Collection[str]) -> list[str]:
+    """The rounds that a run runs."""
+    return [name for name in params.rounds if name not in ended]
 
 
 def is_complete(round_: str) -> bool:
@@ -94,10 +91,15 @@ def is_complete(round_: str) -> bool:
     ]
     if not all(address in locks for address in addresses):
         return False
-    if f"{LAST_GATE}@{round_}" not in locks and _newly_approved(round_):
-        return False
-    if _unavailable([out for address in addresses for out in locks[address].get("outs", [])]):
-        return False
+    if f"{LAST_GATE}@{round_}" not in locks:
+        has_run = LAST_GATE not in stages or read_gate(round_, "promote")
+        if not has_run or _newly_approved(round_):
+            return False
+    missing = [out for address in addresses for out in _missing(locks[address])]
+    if missing:
+        with open_repo() as repo:
+            if not all(repo.cache.local.exists(out["md5"]) for out in missing):
+                return False
     md5s = outputs(locks)
     return all(has_read(locks[address], md5s) for address in addresses)
 
@@ -114,127 +116,87 @@ def _newly_approved(round_: str) -> bool:
     )
 
 
-def _unavailable(outs: list[Output]) -> list[Output]:
-    """The outputs that are neither in this folder nor in DVC's cache."""
-    missing = [out for out in outs if not Path(out["path"]).exists()]
-    if not missing:
-        return []
-    with open_repo() as repo:
-        return [out for out in missing if not repo.cache.local.exists(out["md5"])]
+def _missing(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The outputs of a stage, each with path and md5, that are not in this folder."""
+    return [out for out in lock.get("outs", []) if not Path(out["path"]).exists()]
 
 
-def write(params: Params, ended: list[str]) -> list[str]:
+def write(params: Params, ended: Collection[str]) -> list[str]:
     """Write params.yaml; the rounds of `ended` end, other ended rounds begin again.
 
-    If this is interrupted, the next call completes it: a round with settings of its own has ended,
-    even if params.yaml still has it.
-
-    Args:
-        params: the params of the run, without the ended rounds.
+    If this is interrupted, the next call completes it.
 
     Returns:
         A line per change of params.yaml.
     """
-    before, locks = ended_rounds(), _read_locks()
-    history = [path for name in {*before, *ended} for path in files_of(name)]
-    for path in (PARAMS_FILE, LOCK, *history):
+    before = ended_names()
+    for path in (PARAMS_FILE, *map(settings_path, {*before, *ended})):
         remove_unfinished(path)
-    _check_model(params, ended, locks)
     for name in ended:
         if name not in before:
-            own = {address: locks[address] for address in locks if _round_of(address) == name}
-            _write_entries(lock_path(name), own)
-            _write_yaml(settings_path(name), _settings(name, locks))
-    again = [name for name in before if name not in ended]
-    if again:
-        for name in again:
-            if name in params.rounds:
-                locks |= read_entries(lock_path(name))
-        _write_entries(LOCK, locks)
-        for name in again:
-            data_path(name).unlink(missing_ok=True)
+            write_text(settings_path(name), _yaml_text(_settings(name)))
+    for name in before.difference(ended):
+        settings_path(name).unlink()
     changes = write_params(params)
-    # an interrupted call may have left files of a round that has begun again
-    for name in {*again, *params.rounds}:
-        for path in files_of(name):
-            path.unlink(missing_ok=True)
-    _track_as_data(ended, locks)
+    _check_out(ended)
     return changes
 
 
-def _check_model(params: Params, ended: list[str], locks: Locks) -> None:
+def _check_model(params: Params, round_: str) -> None:
     """A new base model has no use for adapters of another one."""
-    if not ended:
-        return
-    last = ended[-1]
-    model = (
-        load_params(settings_path(last))
-        if has_ended(last)
-        else check_params(_settings(last, locks), last)
-    ).assets.model
-    if model != params.assets.model:
+    own = (
+        load_params(settings_path(round_))
+        if has_ended(round_)
+        else check_params(_settings(round_), round_)
+    )
+    if own.assets.model != params.assets.model:
         raise BadInput(
-            f"assets.model is {params.assets.model}, but {last} has ended with {model}: "
-            f"`rondo run --rerun {ALL}` runs all rounds again, with the new model"
+            f"assets.model is {params.assets.model}, but {round_} has ended with "
+            f"{own.assets.model}: `rondo run --rerun {ALL}` runs all rounds again, with the new "
+            "model"
         )
 
 
-def _round_of(address: str) -> str:
-    return split_address(address)[1]
-
-
-def _settings(round_: str, locks: Locks) -> dict[str, Any]:
+def _settings(round_: str) -> dict[str, Any]:
     """The params with which the stages of a round, and those that all rounds share, have run.
 
     A promotion gate that failed is not in dvc.lock; it has read params.yaml.
     """
-    params = load_params()
+    params, locks = load_params(), _read_locks()
     values: dict[str, Any] = {"rounds": {round_: params.rounds[round_].model_dump()}}
     if f"{LAST_GATE}@{round_}" not in locks:
         values["gates"] = {"promote": params.gates.promote.model_dump(mode="json")}
     for address, entry in locks.items():
-        if _round_of(address) in ("", round_):
+        if split_address(address)[1] in ("", round_):
             for key, value in entry.get("params", {}).get("params.yaml", {}).items():
                 values = overlay(values, nest(key, value))
     return values
 
 
-def _track_as_data(ended: list[str], locks: Locks) -> None:
-    """Write rounds/<round>.dvc and its metrics, remove the rounds from dvc.lock, and check out what
-    is missing.
+def _check_out(ended: Collection[str]) -> None:
+    """Take from DVC's cache what this folder lacks of ended rounds.
+
+    Raises:
+        BadInput: it is not there.
     """
-    for name in ended:
-        if not data_path(name).exists():
-            entries = read_entries(lock_path(name)).values()
-            outs = [out for entry in entries for out in entry.get("outs", [])]
-            # git tracks them; `dvc metrics show` finds them in a dvc.yaml
-            metrics = [out for out in outs if Path(out["path"]).name == METRICS]
-            paths = [str(Path(out["path"]).relative_to(ROUNDS / name)) for out in metrics]
-            _write_yaml(metrics_path(name), {"metrics": paths})
-            data = [out for out in outs if out not in metrics]
-            _write_yaml(data_path(name), {"wdir": "..", "outs": data})
-    kept = {address: entry for address, entry in locks.items() if _round_of(address) not in ended}
-    if kept != locks:
-        _write_entries(LOCK, kept)
     incomplete = [
-        name
-        for name in ended
-        if not all(Path(out["path"]).exists() for out in _read_yaml(data_path(name))["outs"])
+        address
+        for address, lock in _read_locks().items()
+        if split_address(address)[1] in ended
+        # metrics are in git
+        and any(Path(out["path"]).name != METRICS for out in _missing(lock))
     ]
     if not incomplete:
         return
-    files = [str(data_path(name)) for name in incomplete]
     try:
         with open_repo() as repo:
-            repo.checkout(targets=files)
-            damaged = [out for file in files for out in drop_damaged_cache(repo, file)]
-        if damaged:
-            raise BadInput(f"damaged in DVC's cache: {', '.join(damaged)}")
+            repo.checkout(targets=incomplete)
     except BadInput as error:
+        names = list(dict.fromkeys(split_address(address)[1] for address in incomplete))
         raise BadInput(
-            f"ended rounds ({', '.join(incomplete)}) lack outputs that are not in DVC's cache "
-            f"either: `dvc pull {' '.join(files)}` fetches them from a remote, `rondo run --rerun "
-            f"{incomplete[0]}` computes them again ({error})"
+            f"ended rounds ({', '.join(names)}) lack outputs that are not in DVC's cache either: "
+            f"`dvc pull {' '.join(incomplete)}` fetches them from a remote, `rondo run --rerun "
+            f"{names[0]}` computes them again ({error})"
         ) from None
 
 
@@ -252,20 +214,16 @@ def _read_locks() -> Locks:
 
 
 def read_entries(path: Path) -> Locks:
-    """The entries of dvc.lock, or of the part of it that an ended round has."""
+    """The entries of dvc.lock, with numbers as DVC reads them."""
     return dict(_read_yaml(path)["stages"]) if path.exists() else {}
-
-
-def _write_entries(path: Path, entries: Mapping[str, Any]) -> None:
-    _write_yaml(path, {"schema": "2.0", "stages": dict(entries)})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     return dict(read_yaml(path, f"restore it, e.g. with `git checkout {path}`"))
 
 
-def _write_yaml(path: Path, values: Mapping[str, Any]) -> None:
+def _yaml_text(values: Mapping[str, Any]) -> str:
     writer, text = YAML(), io.StringIO()
     writer.default_flow_style = False
     writer.dump(dict(values), text)
-    write_text(path, text.getvalue())
+    return text.getvalue()

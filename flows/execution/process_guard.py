@@ -11,14 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-from types import FrameType
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 GRACE = ((signal.SIGINT, 3.0), (signal.SIGTERM, 2.0))  # signal, and seconds to wait after it
-
-
-class Stopped(BaseException):
-    """The guard got SIGTERM."""
 
 
 def start(command: list[str], **options: object) -> "subprocess.Popen[str]":
@@ -43,57 +39,40 @@ def stop(process: "subprocess.Popen[str]") -> None:
         process.wait()
 
 
-class _Handler:
-    """Raises Stopped at SIGTERM, once there is a command that can be ended: raised while it is
-    started, the exception would leave it behind.
-    """
-
-    got_signal = has_command = False
-
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.got_signal = True
-        if self.has_command:
-            raise Stopped
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the session: each signal of GRACE in turn, then SIGKILL, which ends the guard too."""
-    for number, seconds in GRACE:
-        signal.signal(number, signal.SIG_IGN)
-        os.killpg(0, number)
-        try:
-            child.wait(seconds)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    os.killpg(0, signal.SIGKILL)
-
-
 def main() -> int:
-    parent, command, handler = int(sys.argv[1]), sys.argv[2:], _Handler()
-    signal.signal(signal.SIGTERM, handler)
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    # The guard takes these signals from `sigwait` alone: none is lost while the command starts.
+    waited_for = {signal.SIGTERM, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before prctl took effect
         return 1
     try:
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(
+            command, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    try:
-        handler.has_command = True
-        if handler.got_signal:
-            raise Stopped
-        code = child.wait()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)  # children that the command left behind
-        # a negative code would end this process with 256 less the signal
-        return code if code >= 0 else 128 - code
-    except Stopped:
-        _end(child)
-        return 1
+    while child.poll() is None:
+        if signal.sigwait(waited_for) == signal.SIGTERM:
+            end_session(child)
+    os.killpg(0, signal.SIGTERM)  # children that the command left behind
+    # a negative code would end this process with 256 less the signal
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def end_session(child: "subprocess.Popen[bytes]") -> None:
+    """Send each signal of GRACE in turn, then SIGKILL, which ends the guard too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number, seconds in GRACE:
+        os.killpg(0, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+            break
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

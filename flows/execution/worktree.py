@@ -19,7 +19,6 @@ from flows.core.locks import LOCK
 from flows.core.run_locks import is_alive
 from flows.core.services import HOME, PUSH_TO, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
-from stages.lib.core.ended_rounds import ended_names, files_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
 from stages.lib.core.progress import progress
@@ -125,15 +124,15 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
     from dvc.config import Config
 
     root = Path.cwd()
-    with open_repo() as repo:
-        cache = repo.cache.local_cache_dir
     _remove(folder)  # its creation may have been interrupted
     if git("branch", "--list", branch):  # of a run whose workspace was removed
         git("worktree", "add", "--quiet", str(folder), branch)
     else:
         git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
         shutil.copy("params.yaml", folder)
-        _share_history(root, folder)
+        _share_records(folder)
+    with open_repo() as repo:
+        cache = repo.cache.local_cache_dir
     if (own := Path(".dvc/config.local")).exists():  # e.g. the password of a remote
         shutil.copy(own, folder / own)
     with Config(str(folder / ".dvc"), validate=False).edit("local") as config:
@@ -153,18 +152,18 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
     (folder / COMPLETE).touch()
 
 
-def _share_history(root: Path, folder: Path) -> None:
-    """Make the ended rounds of a worktree those of the project, committed or not."""
-    with chdir(folder):
-        for name in ended_names():
-            for path in files_of(name):
-                path.unlink(missing_ok=True)
-    names = ended_names()
-    files = [path for name in names for path in files_of(name)]
-    files += [path for name in names for path in (ROUNDS / name).glob("*/metrics.json")]
-    for path in filter(Path.exists, files):  # the end of a round may have been interrupted
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / path, folder / path)
+def _share_records(folder: Path) -> None:
+    """Make the records of a worktree those of the project, committed or not: which rounds have
+    ended, what DVC has recorded, and what its cache need not have: metrics and failed verdicts.
+    """
+    for path in (folder / ROUNDS).glob("*/params.yaml"):
+        path.unlink()
+    with open_repo() as repo, repo.lock:  # no other DVC writes dvc.lock meanwhile
+        records = [*ROUNDS.glob("*/params.yaml"), *ROUNDS.glob("*/*/metrics.json")]
+        for path in (LOCK, *records, *REPORTS.glob("*/gate_promote.json")):
+            if path.exists():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, folder / path)
 
 
 def _other_files(*command: str) -> list[str]:

@@ -4,7 +4,7 @@ After a crash, a retry or a suspension at a gate, the flow starts again from the
 the same values.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ def decided_params(home: Path, run: str) -> Params | None:
     return check_params(values, f"run {run}") if values else None
 
 
-def own_params(
-    home: Path, run: str, decide: Callable[[], Params], ended: Collection[str] = ()
-) -> Params:
+def own_params(home: Path, run: str, decide: Callable[[], Params]) -> Params:
     """The params of a run, which `decide` resolves when the run begins.
 
     A run that begins again keeps them, whatever another run has written to params.yaml since.
@@ -78,8 +76,7 @@ def own_params(
     if begins_again:
         current = load_params().model_dump(mode="json")["rounds"]
         added = {key: current[key] for key in current if key not in values["rounds"]}
-        both = values["rounds"] | added
-        values["rounds"] = {key: entry for key, entry in both.items() if key not in ended}
+        values["rounds"] |= added
     return check_params(values, f"run {run}")
 
 

@@ -26,7 +26,7 @@ from stages.gate.verdict import (
     metric_value,
     passed_or_approved,
 )
-from stages.lib.core.ended_rounds import ended_names, has_ended, params_of
+from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     ASSETS,
     REPORTS,
@@ -135,7 +135,7 @@ class Metrics:
 
 def known_rounds(locks: Locks) -> list[str]:
     """The rounds with results of any stage, r2 before r10."""
-    names = {split_address(address)[1] for address in locks} - {""} | {*ended_names()}
+    names = {split_address(address)[1] for address in locks} - {""}
     return sorted(names, key=lambda name: (len(name), name))
 
 

@@ -1,13 +1,11 @@
 """The reward model to serve: that of a round which passes its reward gate with these very files."""
 
 from dataclasses import dataclass
-from hashlib import md5
 from pathlib import Path
 
 from flows.core.locks import read_lock
 from flows.execution.dvc_stages import open_repo
 from stages.gate.verdict import evaluate_gate, format_check, passed_or_approved
-from stages.lib.core.ended_rounds import data_path, has_ended
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import file_hash, read_json, stage_dir
 from stages.lib.core.params import Params
@@ -85,17 +83,9 @@ def changed_since_battery(round_: str) -> list[str]:
     entries = list(map(read_lock, addresses))
     if not all(entries):
         return [folder for folder, entry in zip(folders, entries, strict=True) if not entry]
-    targets = [str(data_path(round_))] if has_ended(round_) else addresses
     with open_repo() as repo:
-        status = repo.status(targets=targets)
+        status = repo.status(targets=addresses)
     # {address: [{"changed outs": {path: "modified"}}, "changed command"]}
     changes = [change for stage in status.values() for change in stage if isinstance(change, dict)]
     changed = {path for change in changes for paths in change.values() for path in paths}
-    # metrics of an ended round are in git, not in its data
-    recorded = {out["path"]: out["md5"] for entry in entries for out in entry["outs"]}
-    changed |= {
-        path
-        for path, digest in recorded.items()
-        if Path(path).name == "metrics.json" and md5(Path(path).read_bytes()).hexdigest() != digest
-    }
     return sorted(path for path in changed if any(map(Path(path).is_relative_to, folders)))

@@ -18,7 +18,6 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from flows.core.config import all_rounds
 from flows.core.locks import digests
 from flows.core.tables import interval
 from flows.core.verdicts import read_gate
@@ -29,6 +28,7 @@ from stages.gate.verdict import passed_or_approved
 from stages.lib.core.champion import ChampionRecord
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, stage_dir, write_json
+from stages.lib.core.params import load_params
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
 ABOUT = (
@@ -246,7 +246,7 @@ def _choose(version: ModelVersion, by: str, reason: str) -> None:
     round_, known = version.tags["round"], digests(version.tags["round"])
     policy, sft = version.tags["path"], str(stage_dir(round_, "sft") / "model")
     paths = {policy: version.tags["md5"], sft: version.tags.get("md5.sft") or known.get(sft)}
-    rounds = list(all_rounds())
+    rounds = list(load_params().rounds)
     for path, md5 in paths.items():
         if round_ not in rounds or not Path(path).exists() or known.get(path) != md5:
             raise BadInput(

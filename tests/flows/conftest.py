@@ -138,8 +138,7 @@ def make_project(folder: Path, number: int = 1) -> Path:
     )
     (folder / ".gitignore").write_text(
         ".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n"
-        "!/rounds/**/metrics.json\n!/rounds/*.dvc\n!/rounds/*/params.yaml\n"
-        "!/rounds/*/stages.lock\n!/rounds/*/dvc.*\n"
+        "!/rounds/**/metrics.json\n!/rounds/*/params.yaml\n"
     )
     (folder / ".dvcignore").write_text(".rondo\n")
     (folder / "approvals").mkdir()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from dvc.lock import DEFAULT_TIMEOUT
 
 from flows.core import config
 from flows.execution import dvc_stages, fork_server, process_guard
-from flows.execution.lock_file import keep_other_stages
 from stages.lib.core import progress
 from stages.lib.core.errors import BadInput, GateFailed, OutOfMemory, RondoError, Unreachable
 from stages.lib.core.files import write_text
@@ -93,7 +93,7 @@ def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) ->
     before = lock.read_text()
 
     def interrupt_after(text: str) -> str:
-        with pytest.raises(KeyboardInterrupt), keep_other_stages("sft@r0"):
+        with pytest.raises(KeyboardInterrupt), dvc_stages.keep_other_stages("sft@r0"):
             lock.write_text(text)
             raise KeyboardInterrupt
         return lock.read_text()
@@ -141,10 +141,91 @@ def test_a_failed_stage_keeps_what_others_wrote_to_dvc_lock_meanwhile(project: P
     assert "nfiles: 1" in lock.read_text()
 
 
-def test_dvc_runs_after_another_was_killed_as_it_wrote_its_rwlock(project: Path) -> None:
-    for address, text in (("assets", ""), ("prepare@r0", '{"write": {"a')):
-        write_text(project / ".dvc/tmp/rwlock", text)
+COMMAND = "dvc repro --single-item prepare@r0"
+
+
+def write_rwlock(writer: int, reader: int) -> str:
+    """DVC's list of the paths in use by two processes."""
+    entry = {"pid": writer, "cmd": COMMAND}
+    others = [{"pid": reader, "cmd": "dvc push"}]
+    lists = {"write": {"rounds/r0/prepare/data": entry}, "read": {"assets/data": others}}
+    write_text(dvc_stages.RWLOCK, json.dumps(lists))
+    return dvc_stages.RWLOCK.read_text()
+
+
+def test_a_list_of_paths_in_use_holds_dvc_up_only_while_its_commands_run(project: Path) -> None:
+    """A process that began after the list was written is another one, e.g. in a container that was
+    restarted, where numbers begin at 1 again.
+    """
+    with subprocess.Popen(["sleep", "600"]) as other:
+        text = write_rwlock(other.pid, os.getpid())
+        with dvc_stages.open_repo():
+            assert dvc_stages.RWLOCK.read_text() == text
+        assert dvc_stages.running_commands() == [COMMAND, "dvc push"]
+        hour_ago = time.time() - 3600
+        os.utime(dvc_stages.RWLOCK, (hour_ago, hour_ago))
+        assert dvc_stages.running_commands() == []
+        assert dvc_stages.run("assets", print) == dvc_stages.Outcome.ran
+        other.kill()
+    # killed while it wrote the list
+    for address, text in (("prepare@r0", ""), ("sft@r0", '{"write": {"a')):
+        write_text(dvc_stages.RWLOCK, text)
         assert dvc_stages.run(address, print) == dvc_stages.Outcome.ran
+
+
+def test_dvc_runs_after_another_was_killed_as_it_made_a_folder_of_its_run_cache(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries, waited = "*/*/*", list[float]()
+    monkeypatch.setattr(time, "sleep", waited.append)  # another DVC may be writing into the folder
+    dvc_stages.run("assets", print)
+    runs, lock = Path(".dvc/cache/runs"), Path("dvc.lock").read_text()
+    of_assets = {*runs.glob(entries)}
+    dvc_stages.run("prepare@r0", print)
+    [entry] = {*runs.glob(entries)} - of_assets
+    entry.unlink()
+    Path("dvc.lock").write_text(lock)
+    waited.clear()
+    assert dvc_stages.run("prepare@r0", print) == dvc_stages.Outcome.ran
+    assert entry.exists() and of_assets < {*runs.glob(entries)}
+    assert dvc_stages.WRITING_SECONDS in waited
+
+
+def test_temporary_files_of_an_unchanged_stage_are_removed(finished_project: Path) -> None:
+    unfinished = [
+        Path("rounds/r0/evaluate/data/.rows.jsonl.0123.tmp"),
+        Path(".rondo/work/r0/evaluate/.clock.jsonl.0123.tmp"),
+        Path("gates/r0/.sft.ok.0123.tmp"),
+        Path("reports/r0/.gate_sft.json.0123.tmp"),
+        Path("reports/r0/.hvvMjYl97_HJ-hQoT0KDkw.tmp"),
+    ]
+    of_others = [
+        Path("reports/.report.html.0123.tmp"),
+        Path("reports/r0/.checkpoint_step_00009_01234567.json.0123.tmp"),
+    ]
+    for path in unfinished + of_others:
+        write_text(path, "half")
+    outcomes = [dvc_stages.run(address, print) for address in dvc_stages.stage_order(["r0"])]
+    assert set(outcomes) == {dvc_stages.Outcome.unchanged}
+    assert not any(path.exists() for path in unfinished)
+    assert all(path.exists() for path in of_others)
+
+
+def test_a_state_is_not_left_without_the_rollouts_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later run would resume from it."""
+
+    def interrupted(folder: Path) -> None:
+        assert folder == state.parent
+        raise KeyboardInterrupt
+
+    state = tmp_path / "run/state.pt"
+    write_text(state, "update 7")
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dvc_stages.remove_state(state)
+    assert not state.exists()
 
 
 def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_signal_before_the_server_is_ready_is_not_lost(job):
     ):
         waits(client)  # the server is still importing
         client.send_signal(signal.SIGTERM)
-        assert client.wait(30) == 128 + signal.SIGTERM
+        assert client.wait(120) == 128 + signal.SIGTERM
 
 
 def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
@@ -263,16 +263,6 @@ def test_the_server_ends_if_a_library_has_opened_a_gpu(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdin=subprocess.PIPE
     ) as server:
         assert server.wait(timeout=120) == 0  # its standard input is still open
-
-
-def test_without_the_server_the_real_interpreter_runs_the_module(job):
-    before = set(servers())
-    with fork_server.fork_server({}):
-        [server] = set(servers()) - before
-        server.kill()
-        server.wait()
-        done = run_job(fork_server.python(), job(PRINT), check=True)
-    assert "False __main__" in done.stdout
 
 
 def test_the_server_ends_with_the_process_that_started_it():

@@ -2,7 +2,6 @@
 one before.
 """
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,13 +11,12 @@ import pytest
 import yaml
 
 from flows.core import config
-from flows.core.locks import read_lock, read_locks
-from flows.execution import dvc_stages, fork_server, history
-from stages.lib.core.ended_rounds import data_path, ended_rounds, params_of, settings_path
+from flows.core.locks import read_lock
+from flows.execution import dvc_stages, history
+from stages.lib.core.ended_rounds import ended_names, params_of, settings_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import load_params
-from tests.faults.damage import damage_file, flip_a_bit
 
 START = (
     "import pathlib; data = pathlib.Path('assets/start/evaluate/data'); "
@@ -48,10 +46,9 @@ def rounds(project_after: Callable[..., Path]) -> Path:
 
 def run(*settings: str, number: int | None = None, rerun: tuple[str, ...] = ()) -> list[str]:
     """What a run of the pipeline does with rounds and stages; returns the stages that ran."""
-    ended = history.rounds_to_end(config.KEEP, number, rerun)
-    params = config.resolve(config.KEEP, number, settings, ended=ended)
+    params, ended = history.resolve_run(config.KEEP, number, settings, rerun)
     history.write(params, ended)
-    addresses = dvc_stages.stage_order(list(params.rounds))
+    addresses = dvc_stages.stage_order(history.open_rounds(params, ended))
     return [
         address
         for address in addresses
@@ -63,25 +60,16 @@ def of_round(addresses: list[str]) -> set[str]:
     return {address.partition("@")[2] for address in addresses}
 
 
-def dvc(*command: str) -> str:
-    done = subprocess.run(
-        [fork_server.python(), "-m", "dvc", *command],
-        env=dvc_stages.command_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+def to_end(number: int | None, *rerun: str, preset: str = config.KEEP) -> list[str]:
+    return history.resolve_run(preset, number, (), rerun)[1]
 
 
 def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None:
-    entry, rows = read_lock("evaluate@r0"), stage_dir("r0", "evaluate") / "data/rows.jsonl"
-    result = rows.read_text()
+    entry = read_lock("evaluate@r0")
+    results = {path: path.read_text() for path in Path("rounds/r0").rglob("*.*")}
 
     assert of_round(run("seed=5", "gates.sft.loss_drop=0.3", number=2)) == {"r1"}
-    assert list(ended_rounds()) == ["r0"] and list(load_params().rounds) == ["r1"]
-    stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
-    assert of_round(list(stages)) == {"", "r1"}
+    assert ended_names() == {"r0"} and list(load_params().rounds) == ["r0", "r1"]
     settings = params_of("r0")
     assert (settings.seed, settings.sft.learning_rate) == (0, 0.00001)
     assert settings.evaluate.tie_margin == 0.2 and settings.gates.sft.loss_drop != 0.3
@@ -89,90 +77,64 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
     for elsewhere in ("../other", str(rounds / "rounds/r0")):  # a form names a round
         with pytest.raises(BadInput, match="not in params"):
             params_of(elsewhere)
-    assert read_lock("evaluate@r0") == entry and "sft@r0" in read_locks()
 
     # neither a setting nor an edited comment
     (rounds / "stage.py").open("a").write("# a comment\n")
     assert of_round(run("seed=6")) == {"", "r1"}
-    assert rows.read_text() == result
-
-    # for DVC its outputs are data
-    assert "r0" not in dvc("status")
-    assert "rounds/r0/sft/metrics.json" in dvc("metrics", "show")
+    # what the folder lacks is in DVC's cache
     subprocess.run(["rm", "-r", "rounds/r0/sft/data", "gates/r0"], check=True)
-    assert run() == []
-    assert Path("rounds/r0/sft/data").exists() and Path("gates/r0/sft.ok").exists()
-    dvc("gc", "--workspace", "--force")
-    subprocess.run(["rm", "-r", "rounds/r0/evaluate/data"], check=True)
-    dvc("checkout", "rounds/r0.dvc")
-    assert rows.read_text() == result
+    assert run() == [] and Path("gates/r0/sft.ok").exists()
+    assert {path: path.read_text() for path in results} == results
+    assert read_lock("evaluate@r0") == entry
 
-    assert run(number=3) and list(ended_rounds()) == ["r0", "r1"]
-    assert run(rerun=("r1",)) == [] and list(load_params().rounds) == ["r1", "r2"]
-    assert of_round(run("seed=3", rerun=("r0",))) == {"r0", "r1", "r2"}
-    assert not ended_rounds() and not data_path("r0").exists()
+    assert run(number=3) and ended_names() == {"r0", "r1"}
+    assert run(rerun=("r1",)) == [] and ended_names() == {"r0"}
+    assert of_round(run("seed=3", rerun=("r0",))) == {"r0", "r1", "r2"} and not ended_names()
     with pytest.raises(BadInput, match="--rerun r9: no such round; expected one of r0, r1, r2"):
         run(rerun=("r9",))
 
 
 def test_changed_data_of_an_ended_round_concerns_those_that_read_it(rounds: Path) -> None:
     run(number=2)
+    shutil.rmtree("assets/start")  # only r0 reads it
+    assert dvc_stages.order_and_changes(["r1"])[1] == {"assets"}
+    dvc_stages.run("assets", print)
     (stage_dir("r0", "evaluate") / "data/rows.jsonl").write_text("{}\n")
     (stage_dir("r0", "sft") / "data/rows.jsonl").write_text("{}\n")  # no stage of r1 reads it
-    assert list(dvc_stages.graph_and_changes()[1]) == ["prepare@r1"]
+    assert list(dvc_stages.graph_and_changes(["r1"])[1]) == ["prepare@r1"]
     addresses, todo = dvc_stages.order_and_changes(["r1"])
     assert todo == set(addresses) - {"assets"}
 
 
-def test_a_damaged_object_of_an_ended_round_is_named_and_made_again(rounds: Path) -> None:
-    run(number=2)
-    data = stage_dir("r0", "evaluate") / "data"
-    result = (data / "rows.jsonl").read_text()
-    [md5] = [out["md5"] for out in read_lock("evaluate@r0")["outs"] if out["path"] == str(data)]
-    folder = Path(".dvc/cache/files/md5")
-    [row] = json.loads((folder / md5[:2] / md5[2:]).read_text())
-    damage_file(folder / row["md5"][:2] / row["md5"][2:], flip_a_bit)
-    shutil.rmtree(data)
-    with pytest.raises(BadInput, match=rf"`rondo run --rerun r0`.*damaged in DVC.s cache: {data}"):
-        run()
-    assert of_round(run(rerun=("r0",))) == {"r0"}
-    assert (data / "rows.jsonl").read_text() == result
-
-
-def test_a_round_that_has_not_run_does_not_end(project: Path) -> None:
-    assert history.rounds_to_end(config.KEEP, 2, ()) == []
-
-
 def test_only_a_complete_round_ends(rounds: Path) -> None:
-    assert history.rounds_to_end(config.KEEP, None, ()) == []  # it has no successor
-    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
+    assert to_end(None) == []  # it has no successor
+    assert to_end(2) == ["r0"]
     data, moved = stage_dir("r0", "sft") / "data", Path("elsewhere")
     data.rename(moved)
-    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # a worktree: DVC's cache has it
+    assert to_end(2) == ["r0"]  # a worktree: DVC's cache has it
     cache = Path(".dvc/cache").rename("cache")
-    assert history.rounds_to_end(config.KEEP, 2, ()) == []  # a clone: dvc.lock without outputs
+    assert to_end(2) == []  # a clone: dvc.lock without outputs
     cache.rename(".dvc/cache")
     moved.rename(data)
     config.write_params(config.resolve(settings=["seed=1"]))
-    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # complete, with other settings
+    assert to_end(2) == ["r0"]  # complete, with other settings
     dvc_stages.run("prepare@r0", lambda _: None)
-    assert history.rounds_to_end(config.KEEP, 2, ()) == []  # the other stages are older
+    assert to_end(2) == []  # the other stages are older
     assert of_round(run(number=2)) == {"r0", "r1"}
-    assert history.rounds_to_end(config.KEEP, None, ()) == ["r0"]
-    assert history.rounds_to_end("tiny", None, ()) == []
-    assert history.rounds_to_end(config.KEEP, None, (config.ALL,)) == []
-    with pytest.raises(BadInput, match="--rounds 1: r0 have ended; ask for at least 2 rounds"):
-        config.resolve(config.KEEP, 1, ended=["r0"])
+    assert to_end(None) == ["r0"]
+    assert to_end(None, preset="tiny") == [] and to_end(None, config.ALL) == []
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
         run("assets.model=embedded", number=2)
     assert not settings_path("r0").exists()
-    assert of_round(run()) == set() and list(ended_rounds()) == ["r0"]
+    assert of_round(run()) == set() and ended_names() == {"r0"}
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
         run("assets.model=embedded")
+    with pytest.raises(BadInput, match="--rounds 1: r0 have ended; ask for at least 2 rounds"):
+        run(number=1)
 
     shutil.rmtree(".dvc/cache")
     shutil.rmtree(data)
-    with pytest.raises(BadInput, match=r"\(r0\) lack outputs .*: `dvc pull rounds/r0.dvc`"):
+    with pytest.raises(BadInput, match=r"\(r0\) lack outputs .*: `dvc pull sft@r0`"):
         run()
     assert "r0" in of_round(run(rerun=("r0",)))
 
@@ -194,7 +156,7 @@ def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
         failed = {"evaluate.win_rate": decided_on}
         decision = {"approved": approved, "by": "Ada", "reason": "seen", "failed": failed}
         write_json(Path("approvals/r0/promote.json"), decision)
-    assert history.rounds_to_end(config.KEEP, 2, ()) == (["r0"] if ends else [])
+    assert to_end(2) == (["r0"] if ends else [])
 
 
 def test_a_gate_that_failed_has_the_settings_of_its_own_run(rounds: Path) -> None:
@@ -211,31 +173,12 @@ def test_a_gate_that_failed_has_the_settings_of_its_own_run(rounds: Path) -> Non
     assert params_of("r0").gates.promote.win_rate == 0.55
 
 
-@pytest.mark.parametrize("moment", ["settings kept", "params written"])
-def test_an_interruption_is_completed_by_the_next_run(rounds: Path, moment: str) -> None:
-    params = config.resolve(config.KEEP, 2, ended=["r0"])
-    lock = Path("dvc.lock").read_text()
-    history.write(params, ["r0"])
-    Path("dvc.lock").write_text(lock)
-    data_path("r0").unlink()
-    if moment == "settings kept":
-        both = params.model_copy(update={"rounds": ended_rounds() | params.rounds})
-        config.write_params(both)
-    assert of_round(run()) == {"r1"}
-    assert list(ended_rounds()) == ["r0"] and list(load_params().rounds) == ["r1"]
-    assert data_path("r0").exists() and "sft@r0" not in Path("dvc.lock").read_text()
-
-
-def test_what_an_interruption_left_is_removed(rounds: Path) -> None:
-    run(number=2)
-    ended = [Path("rounds/r0") / name for name in ("stages.lock", "dvc.yaml")]
-    files = {path: path.read_text() for path in ended}
-    paths = [*ended, data_path("r0"), Path("params.yaml"), Path("dvc.lock")]
-    unfinished = [path.with_name(f".{path.name}.{'0' * 32}.tmp") for path in paths]
+def test_an_interruption_is_completed_by_the_next_run(rounds: Path) -> None:
+    params = Path("params.yaml").read_text()
+    history.write(*history.resolve_run(config.KEEP, 2, ()))
+    Path("params.yaml").write_text(params)  # as before it was written
+    unfinished = [Path("rounds/r0/.params.yaml.0.tmp"), Path(".params.yaml.0.tmp")]
     for path in unfinished:
         path.write_text("half of i")
-    assert run() == [] and not any(map(Path.exists, unfinished))
-    assert run(rerun=("r0",)) == [] and not any(map(Path.exists, ended))
-    for path, text in files.items():  # killed after `settings_path`, which makes the round begun
-        path.write_text(text)
-    assert run(rerun=("r0",)) == [] and not any(map(Path.exists, ended))
+    assert of_round(run(number=2)) == {"r1"} and ended_names() == {"r0"}
+    assert not any(map(Path.exists, unfinished))

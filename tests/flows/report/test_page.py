@@ -198,7 +198,7 @@ def test_a_clone_shows_the_committed_run_as_a_record(project: Path) -> None:
         copy = project / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True)
         shutil.copy(path, copy)
-    html = Page(page.write(["r0", "r1"], current_locks(["r0", "r1"])).read_text())
+    html = Page(page.write(["r0", "r1"], current_locks()).read_text())
     assert "0.864 [0.818, 0.906]" in html.words and "not reached" not in html.words
     assert "None yet." not in html.words and "Their texts are not in this folder." in html.words
     assert any("This is a record" in words for words in html.words)

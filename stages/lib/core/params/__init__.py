@@ -224,7 +224,7 @@ class Params(ParamsSection):
         before, of_this_file = list[str](), {f"rounds/{name}" for name in self.rounds}
         for name, round_ in self.rounds.items():
             previous = round_.previous
-            # an earlier round may have ended: then it is not in this file
+            # the file of an ended round has that round alone
             if previous in of_this_file and previous not in before:
                 expected = ", ".join([START, *before])
                 raise ValueError(
