@@ -122,6 +122,16 @@ def policy_loss(
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
+def token_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """PPO: (B, T) clipped surrogate loss per token, and whether the clipped term is the larger one;
+    0 outside the mask.
+    """
+    losses, clipped = policy_loss(logprobs, old_logprobs, advantages, cliprange)
+    return losses * mask, clipped * mask
+
+
 def sequence_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@ of a killed stage.
 
 from collections.abc import Sequence
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
+from stages.lib.core.params.policy import LossLevel, PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import Metrics, StateDict
@@ -16,14 +18,12 @@ from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.saving import save_trained, weights_hash
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.health import Monitor
+from stages.ppo.common.health import Monitor, Rounding
 from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import Resume
-from stages.ppo.trainer.checks import check_clip_range
-from stages.ppo.trainer.rollout import Rollout
-from stages.ppo.trainer.update import PpoTrainer
+from stages.ppo.trainer.update import PpoTrainer, Rollout
 
 SHOWN = ("score_mean", "judge_score_mean", "kl", "response_length", "distinct_2", "entropy")
 
@@ -187,3 +187,19 @@ def episode_rows(
     for row, kl in zip(rows, kls.tolist(), strict=True):
         row["kl_cost"] = round(kl_coef * kl, 4)
     return rows
+
+
+def check_clip_range(params: PpoParams, rounding: Rounding) -> None:
+    """
+    Raises:
+        BadInput: a clip range per sequence is below twice the ratios that rounding alone gives, so
+            that chance would decide which sequences are clipped.
+    """
+    least = 2 * rounding.sequence_log_ratio
+    if params.loss_level is LossLevel.sequence and params.cliprange_sequence < least:
+        raise BadInput(
+            f"ppo.cliprange_sequence {params.cliprange_sequence} with ppo.loss_level sequence: "
+            f"rounding alone gives ratios up to {least:.2g} off 1, so it would clip at random. "
+            "Next: set model.dtype to float32, ppo.loss_level to token, or ppo.cliprange_sequence "
+            f"to {least:.2g} or more"
+        )
