@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -20,16 +19,15 @@ from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 
-SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
+SHOWN = ("loss", "accuracy")
 
 
 class PolicyCallback(PolicyRun, TrainerCallback):
-    """Follows a policy while one of TRL's trainers trains it.
+    """Follows a policy while one of TRL's trainers trains it. An update is an optimizer step.
 
     Args:
         context: what the training starts from.
         names: the metrics to keep, by the names under which TRL logs them.
-        steps: optimizer steps per update.
 
     Attributes:
         sharing: how several processes share the training.
@@ -38,13 +36,12 @@ class PolicyCallback(PolicyRun, TrainerCallback):
 
     sharing: type[SharedTraining] = SharedTraining
 
-    def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
+    def __init__(self, context: TrainingContext, names: dict[str, str]) -> None:
         self.algorithm = context.params.algorithm.value
         super().__init__(context, f"{self.algorithm}.beta")
-        self.names, self.steps = names, steps
+        self.names = names
         self.ended: bool = self.saved["ended"] if self.saved else False
         self.epoch_random_state: StateDict = {}
-        self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
 
     def begin(self, policy: Any) -> None:
         """Validate and describe the policy before training; or load the saved state."""
@@ -60,10 +57,6 @@ class PolicyCallback(PolicyRun, TrainerCallback):
             folder = Path(trainer.args.output_dir)
             checkpoint = folder / self.saved["checkpoint"] if self.saved else None
             run_trainer(trainer, checkpoint, self.sharing)
-
-    def describe(self) -> dict[str, float]:
-        """Further metrics of the current update; none here."""
-        return {}
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -84,16 +77,14 @@ class PolicyCallback(PolicyRun, TrainerCallback):
                 f"{self.algorithm}, step {state.global_step}: {', '.join(bad)} not finite. "
                 "Next: lower its learning rate (docs/algorithms.md)"
             )
-        self.logs.append(metrics)
-        if state.global_step % self.steps == 0:
-            self.context.recorder.total_steps = state.max_steps // self.steps
-            self.updates += 1
-            last = state.global_step == state.max_steps
-            self.end_update(last)
-            control.should_training_stop |= bool(self.monitor.stopped)
-            self.ended = last or bool(self.monitor.stopped)
-            due = self.ended or self.updates % self.ppo.resume_updates == 0
-            control.should_save = due and world.is_main()
+        self.context.recorder.total_steps = state.max_steps
+        self.updates += 1
+        last = state.global_step == state.max_steps
+        self.end_update(metrics, last)
+        control.should_training_stop |= bool(self.monitor.stopped)
+        self.ended = last or bool(self.monitor.stopped)
+        due = self.ended or self.updates % self.ppo.resume_updates == 0
+        control.should_save = due and world.is_main()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep the random state from which the order of the data is drawn next."""
@@ -144,12 +135,9 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         self.monitor.check_history(state["steps"])
         self.context.recorder.log_progress(self.updates, "resumes from here")
 
-    def end_update(self, last: bool) -> None:
+    def end_update(self, metrics: dict[str, float], last: bool) -> None:
         """Health, validation if it is due, metrics and checkpoint, as after an update of PPO."""
         recorder = self.context.recorder
-        means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
-        metrics = means | self.describe()
-        self.logs = []
         step = {"step": self.updates, **metrics}
         findings = self.monitor.check([*recorder.steps, step])
         due = last or self.updates % self.ppo.validation_updates == 0

@@ -1,4 +1,4 @@
-"""The policy stage if `algorithm` is not PPO, top to bottom; its outputs are those of PPO."""
+"""The policy stage with DPO or best-of-n, top to bottom; its outputs are those of PPO."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm import world
 from stages.lib.lm.loading import training_model_params
-from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
+from stages.ppo.alternatives import best_of_n, dpo
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.alternatives.stage import data_paths, finish, load_models, load_prompts
@@ -17,15 +17,7 @@ from stages.ppo.common.resume import Resume, run_identity
 
 ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
     Algorithm.dpo: dpo.train,
-    Algorithm.rloo: rloo.train,
-    Algorithm.grpo: grpo.train,
     Algorithm.best_of_n: best_of_n.train,
-}
-
-# The setting that makes the training longer, if it is not PPO's
-LONGER = {
-    Algorithm.dpo: "dpo.num_train_epochs",
-    Algorithm.best_of_n: "best_of_n.num_train_epochs",
 }
 
 
@@ -39,8 +31,8 @@ def main(params: Params, round_: str) -> None:
         check_reference_weights(model, context.reference, "after training")
 
     # 3. the selected policy, and the outputs of PPO; the critic is a placeholder
-    longer = LONGER.get(params.algorithm, "ppo.total_episodes")
-    finish(callback, round_, name=params.algorithm.value, longer=longer)
+    name = params.algorithm.value
+    finish(callback, round_, name=name, longer=f"{name}.num_train_epochs")
 
 
 def load(params: Params, round_: str) -> TrainingContext:

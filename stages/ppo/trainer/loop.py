@@ -1,4 +1,5 @@
-"""A PPO run: update after update, with health monitor, validation, checkpoints and resume state.
+"""A run of an online algorithm: update after update, with health monitor, validation, checkpoints
+and resume state.
 
 Everything that a run writes before its end is in the work folder, because DVC deletes the outputs
 of a killed stage.
@@ -51,7 +52,7 @@ class TrainingRun:
         self.selector = PolicySelector(
             trainer.roles, held_out, self.judge, self.params, params.seed
         )
-        self.monitor = Monitor(self.params)
+        self.monitor = Monitor(self.params, trainer.algorithm.kl_key)
         with trainer.roles.reference() as reference:
             self.reference = weights_hash(reference)
         saved = self.resume.load(mapped=trainer.roles.sharded)
@@ -77,13 +78,12 @@ class TrainingRun:
             self.selector.validate(0)
             trainer.sft_length = self.selector.first.length
             self.monitor.rounding = self.selector.rounding
-            check_clip_range(self.params, self.selector.rounding)
+            if trainer.algorithm.has_critic:  # RLOO and GRPO have no ratio per 1 / length
+                check_clip_range(self.params, self.selector.rounding)
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
-            # 1. update policy and critic, keep the rollout
+            # 1. update the policy, keep the rollout
             rollout, metrics = trainer.step()
-            rows = episode_rows(
-                trainer.updates, rollout, self.judge_scores(rollout), metrics["kl_coef"]
-            )
+            rows = self.episode_rows(rollout, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
             for failure in rollout.failures:
@@ -124,10 +124,26 @@ class TrainingRun:
             if world.is_main():
                 self.resume.save(state)
 
-    def judge_scores(self, rollout: Rollout) -> list[float] | None:
-        """(B,) scores by the primary judge; None if it only compares."""
+    def episode_rows(self, rollout: Rollout, kl_coef: float) -> list[RolloutRow]:
+        """One row per episode; kl_cost: score units that its KL cost it."""
         prompts = [row["prompt"] for row in rollout.rows]
-        return self.judge.scores(prompts, rollout.texts)
+        kls = rollout.sequence_kl
+        rows = rollout_rows(
+            self.trainer.updates,
+            rollout.rows,
+            rollout.texts,
+            scores=rollout.calibrated,
+            parts=rollout.parts,
+            rewards=rollout.scores,
+            judge_scores=self.judge.scores(prompts, rollout.texts),
+            kls=kls,
+            lengths=[len(response) for response in rollout.responses],
+            ended=rollout.ended,
+        )
+        if not self.trainer.algorithm.kl_in_loss:
+            for row, kl in zip(rows, kls.tolist(), strict=True):
+                row["kl_cost"] = round(kl_coef * kl, 4)
+        return rows
 
     def check_reference(self, expected: str, when: str) -> None:
         """
@@ -165,28 +181,6 @@ class TrainingRun:
         self.monitor.rounding = self.selector.rounding
         self.monitor.check_history(self.recorder.steps)
         self.recorder.log_progress(self.trainer.updates, "resumes from here")
-
-
-def episode_rows(
-    update: int, rollout: Rollout, judge_scores: Sequence[float] | None, kl_coef: float
-) -> list[RolloutRow]:
-    """One row per episode; kl_cost: score units that its KL cost it."""
-    kls = rollout.sequence_kl
-    rows = rollout_rows(
-        update,
-        rollout.rows,
-        rollout.texts,
-        scores=rollout.calibrated,
-        parts=rollout.parts,
-        rewards=rollout.scores,
-        judge_scores=judge_scores,
-        kls=kls,
-        lengths=[len(response) for response in rollout.responses],
-        ended=rollout.ended,
-    )
-    for row, kl in zip(rows, kls.tolist(), strict=True):
-        row["kl_cost"] = round(kl_coef * kl, 4)
-    return rows
 
 
 def check_clip_range(params: PpoParams, rounding: Rounding) -> None:

@@ -45,6 +45,7 @@ from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
 from stages.ppo.common.reference import FrozenModel, ReferenceView, WholeModel, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
 from stages.ppo.common.warm_start import load_weights
+from stages.ppo.trainer.advantages import ONLINE
 
 # A forward pass with gradients: (M, H) last states of the policy, (B, T) log-probabilities, values
 Pass = tuple[Tensor, Tensor, Tensor]
@@ -61,7 +62,7 @@ class RoleOutputs:
     entropies: Tensor  # (B, T) nats
     ref_logprobs: Tensor  # (B, T) nats
     kl: Tensor  # (B, T) nats: exact KL of the policy to the reference at each token
-    values: Tensor  # (B, T) the critic's estimate before each token
+    values: Tensor  # (B, T) the critic's estimate before each token; 0 without a critic
     mask: Tensor  # (B, T) bool: true on response tokens
     # (L, H) states below the adapters per episode, which are the same in every epoch; empty for the
     # episodes of other processes
@@ -123,7 +124,7 @@ class Roles:
     """The models of an online algorithm. Policy and critic are trained."""
 
     policy: Any
-    critic: Any
+    critic: Any  # None: the algorithm has none
     tokenizer: PreTrainedTokenizerBase
     # None: it is served, or the critic without its training is the reward model
     reward_model: Any = None
@@ -138,8 +139,8 @@ class Roles:
         self.policy_view = reference_view(self.policy, recompute)
         if self.sharded:  # here, so that not all models are whole at the same time
             shard_models(self.policy_view)
-        has_head = isinstance(self.critic, ValueHead)
-        self.critic_view = None if has_head else reference_view(self.critic, recompute)
+        has_layers = self.critic is not None and not isinstance(self.critic, ValueHead)
+        self.critic_view = reference_view(self.critic, recompute) if has_layers else None
         frozen = FrozenModel(self.reward_model) if self.reward_model else None
         self.reward_view = self.critic_view or frozen
         self.num_shared_layers = 0
@@ -205,14 +206,17 @@ class Roles:
     def values(
         self, packed: Packed, critic_states: Sequence[Tensor], policy_hidden: Tensor
     ) -> Tensor:
-        """(B, T) values of response tokens, with gradients: run the trained layers of the critic.
+        """(B, T) values of response tokens, with gradients: run the trained layers of the critic; 0
+        without a critic.
 
         Args:
             packed: B prompts with their responses.
             critic_states: per row, the states from `raw_scores`.
             policy_hidden: (M, H) last states of the policy, which a ValueHead reads.
         """
-        if self.critic_view is None:
+        if self.critic is None:
+            values = torch.zeros(len(packed.targets), device=policy_hidden.device)
+        elif self.critic_view is None:
             values = self.critic(policy_hidden[packed.predicts])
         else:
             hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
@@ -351,14 +355,14 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(default_device())
-    critic_is_reward_model = ppo.critic is Critic.reward
+    critic: Any = head if ONLINE[params.algorithm](params).has_critic else None
+    if critic is not None and ppo.critic is Critic.reward:
+        critic, reward_model = add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval(), None
     roles = Roles(
         policy=policy,
-        critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
-        if critic_is_reward_model
-        else head,
+        critic=critic,
         tokenizer=tokenizer,
-        reward_model=None if critic_is_reward_model else reward_model,
+        reward_model=reward_model,
         rewards=load_rewards(params),
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,

@@ -31,7 +31,7 @@ from stages.ppo.trainer.roles import Pass, RoleOutputs, Roles, concat_outputs, c
 
 Indices = range | list[int]
 
-# the metrics of a mini-batch, of which each micro-batch has a share
+# The metrics of a mini-batch, of which each micro-batch has a share. Those of values: with a critic
 SHARES = (
     "policy_loss",
     "value_loss",
@@ -57,7 +57,7 @@ class Rollout(RoleOutputs):
     calibrated: Tensor  # (B,) raw or served scores, in standard deviations of SFT demonstrations
     scores: Tensor  # (B,) weighted sum of calibrated and parts, clipped and penalised
     advantages: Tensor  # (B, T)
-    returns: Tensor  # (B, T)
+    returns: Tensor  # (B, T) for the critic
     sampler_log_ratio: float | None  # see `Roles`
     own: Indices  # the episodes that this process trains on
 
@@ -71,10 +71,10 @@ class Rollout(RoleOutputs):
 
 
 class PpoTrainer:
-    """Trains policy and critic, one update per call of `step`.
+    """Trains the policy, and the critic if there is one: an update per call of `step`.
 
     Args:
-        roles: the four models.
+        roles: the models.
         prompts: rows and tokens of the prompts to train on.
         params: the section `ppo` of params.yaml.
         seed: of the order of prompts, of sampling and of mini-batches.
@@ -106,10 +106,13 @@ class PpoTrainer:
         )
         self.planned_updates = planned_updates(params)
         # policy and critic have rates of their own, and their gradients are clipped separately
-        rates = (params.learning_rate, params.critic_learning_rate)
+        self.trained, rates = {"policy": roles.policy}, [params.learning_rate]
+        if self.algorithm.has_critic:
+            self.trained["critic"] = roles.critic
+            rates.append(params.critic_learning_rate)
         self.optimizers = [
             make_optimizer(model, rate, self._rate)
-            for model, rate in zip((roles.policy, roles.critic), rates, strict=True)
+            for model, rate in zip(self.trained.values(), rates, strict=True)
         ]
 
     def _rate(self, update: int) -> float:
@@ -134,24 +137,29 @@ class PpoTrainer:
         rollout = self.rollout(batch)
         self.check_rollout(rollout)
         self.sft_length = self.sft_length or fmean(map(len, rollout.responses))
-        metrics = describe(rollout, self.sft_length) | {"kl_coef": self.kl_controller.kl_coef}
+        metrics = describe(rollout, self.sft_length, self.algorithm.has_critic)
+        metrics["kl_coef"] = self.kl_controller.kl_coef
         # 6. update
         metrics |= self.optimize(rollout)
         if world.size() > 1:
-            sums = [sum_of_trainable(model) for model in (self.roles.policy, self.roles.critic)]
-            weights = dict(zip(("policy weights", "critic weights"), sums, strict=True))
+            weights = {
+                f"{name} weights": sum_of_trainable(model) for name, model in self.trained.items()
+            }
             world.check_equal(f"update {self.updates + 1}", metrics | weights)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
     def sample_prompts(self) -> list[Episode]:
-        """1. Sample prompts: the next `batch_size` of an endless pass, reshuffled at each turn."""
-        while len(self.order) < self.params.batch_size:
+        """1. Sample prompts: the next ones of an endless pass, reshuffled at each turn, each
+        `samples_per_prompt` times.
+        """
+        samples = self.algorithm.samples_per_prompt
+        number = self.params.batch_size // samples
+        while len(self.order) < number:
             self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
-        chosen = self.order[: self.params.batch_size]
-        self.order = self.order[self.params.batch_size :]
-        return [self.prompts[i] for i in chosen]
+        chosen, self.order = self.order[:number], self.order[number:]
+        return [self.prompts[i] for i in chosen for _ in range(samples)]
 
     @torch.no_grad()
     def rollout(self, batch: list[Episode]) -> Rollout:
@@ -204,14 +212,17 @@ class PpoTrainer:
             p, calibrated, parts, ended.to(calibrated.device), outputs.mask.sum(1)
         )
 
-        # 4. reference KL: a penalty per token
-        kl_coef = self.kl_controller.kl_coef
+        # 4. reference KL: a penalty per token, unless it is in the loss
+        kl_coef = 0.0 if self.algorithm.kl_in_loss else self.kl_controller.kl_coef
         rewards = F.token_rewards(
             scores, outputs.logprobs, outputs.ref_logprobs, outputs.mask, kl_coef
         )
 
         # 5. advantages
-        advantages, returns = self.algorithm.advantages(rewards, outputs.values, outputs.mask)
+        groups = torch.tensor(kept, device=rewards.device) // self.algorithm.samples_per_prompt
+        advantages, returns = self.algorithm.advantages(
+            rewards, outputs.values, outputs.mask, groups
+        )
         return Rollout(
             rows=list(inputs.rows),
             prompts=prompts,
@@ -302,7 +313,8 @@ class PpoTrainer:
         processes it is computed. `rollout_pass`: used in place of a new forward pass, if given.
         """
         episodes = [i for i in mini_batch if i in rollout.own]
-        sums = {name: rollout.logprobs.new_zeros(()) for name in SHARES}
+        names = [n for n in SHARES if self.algorithm.has_critic or not n.startswith("value")]
+        sums = {name: rollout.logprobs.new_zeros(()) for name in names}
         for micro_batch, is_own in self.micro_batches(episodes, "gradients"):
             packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
             shares = self.backward(
@@ -310,14 +322,12 @@ class PpoTrainer:
             )
             for optimizer in self.optimizers:
                 optimizer.accumulate_grads()
-            sums = {name: sums[name] + shares[name] for name in SHARES}
+            sums = {name: sums[name] + shares[name] for name in names}
         if world.size() > 1:
             grads = [grad for optimizer in self.optimizers for grad in optimizer.grads()]
             world.add_up([*sums.values(), *grads])
-        policy_norm, critic_norm = (
-            optimizer.clip(self.params.max_grad_norm) for optimizer in self.optimizers
-        )
-        sums |= {"policy_grad_norm": policy_norm, "critic_grad_norm": critic_norm}
+        for name, optimizer in zip(self.trained, self.optimizers, strict=True):
+            sums[f"{name}_grad_norm"] = optimizer.clip(self.params.max_grad_norm)
         # before the weights change, so that a diverged run keeps its last good weights
         check_finite(sums, self.updates + 1)
         for optimizer in self.optimizers:
@@ -350,9 +360,12 @@ class PpoTrainer:
         tokens, episodes = rollout.mask[mini_batch].sum(), len(mini_batch)
         # a micro-batch is only as wide as its own longest response
         mask, width = packed.response_mask, packed.response_mask.shape[1]
-        old_logprobs, old_values, advantages, returns = (
+        old_logprobs, ref_logprobs, old_values, advantages, returns = (
             column[micro_batch, :width]
-            for column in (rollout.logprobs, rollout.values, rollout.advantages, rollout.returns)
+            for column in (
+                *(rollout.logprobs, rollout.ref_logprobs, rollout.values),
+                *(rollout.advantages, rollout.returns),
+            )
         )
         if rollout_pass:
             hidden, logprobs, values = rollout_pass
@@ -368,25 +381,31 @@ class PpoTrainer:
         if p.entropy_coef:
             entropies = roles.entropies(packed, hidden, p.temperature)
             loss = loss - p.entropy_coef * entropies.sum() / tokens
-        if roles.critic_view:  # else the critic is a head on the policy: one backward pass for both
-            (weight * loss).backward()
-            loss = torch.zeros_like(loss)
-        if not rollout_pass:
-            values = roles.values(packed, [rollout.critic_states[i] for i in micro_batch], hidden)
-        token_value_loss, value_clipped = F.value_loss(
-            values, old_values, returns, p.cliprange_value
-        )
-        value_loss = (token_value_loss * mask).sum() / tokens
-        (weight * (loss + p.vf_coef * value_loss)).backward()
-        ratio = (logprobs.detach() - old_logprobs).exp()
+        ratio = (logprobs - old_logprobs).exp() * mask
+        if self.algorithm.kl_in_loss:
+            kl = (F.kl_k3(logprobs, ref_logprobs) * ratio).sum(1) / mask.sum(1)
+            loss = loss + self.kl_controller.kl_coef * kl.sum() / episodes
         shares = {
             "policy_loss": policy_loss,
-            "value_loss": value_loss,
             "clip_fraction": clip_fraction,
-            "value_clip_fraction": (value_clipped * mask).sum() / tokens,
             "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
-            "ratio_mean": (ratio * mask).sum() / tokens,
+            "ratio_mean": ratio.sum() / tokens,
         }
+        # a critic that is a head on the policy has one backward pass with it
+        if roles.critic_view or not self.algorithm.has_critic:
+            (weight * loss).backward()
+            loss = torch.zeros_like(loss)
+        if self.algorithm.has_critic:
+            if not rollout_pass:
+                states = [rollout.critic_states[i] for i in micro_batch]
+                values = roles.values(packed, states, hidden)
+            value_losses, value_clipped = F.value_loss(
+                values, old_values, returns, p.cliprange_value
+            )
+            value_loss = (value_losses * mask).sum() / tokens
+            (weight * (loss + p.vf_coef * value_loss)).backward()
+            shares["value_loss"] = value_loss
+            shares["value_clip_fraction"] = (value_clipped * mask).sum() / tokens
         return {name: weight * share.detach() for name, share in shares.items()}
 
     def state(self) -> StateDict:
@@ -432,39 +451,38 @@ def draw_mini_batches(count: int, size: int, generator: torch.Generator) -> list
     return [column[column < count].tolist() for column in episodes.T]
 
 
-def describe(rollout: Rollout, sft_length: float) -> dict[str, float]:
+def describe(rollout: Rollout, sft_length: float, has_critic: bool = True) -> dict[str, float]:
     """Metrics of a rollout: scores, KL (nats per sequence, and over the length of SFT's responses,
     `sft_length` tokens, with its standard error), entropy (nats per token), length (tokens),
     critic.
     """
-    lengths = rollout.mask.sum(1).tolist()
     kl, kl_error = mean_with_error(rollout.sequence_kl.tolist())
-    parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    metrics = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    if rollout.sampler_log_ratio is not None:
+        metrics = {"sampler_log_ratio": rollout.sampler_log_ratio} | metrics
     if rollout.failed_share is not None:
-        parts["reward_failed_share"] = rollout.failed_share
-    gap = rollout.sampler_log_ratio
-    engine = {} if gap is None else {"sampler_log_ratio": gap}
-    return (
-        engine
-        | parts
-        | {
-            "score_mean": float(rollout.calibrated.mean()),
-            "score_std": float(rollout.calibrated.std()),
-            "reward_mean": float(rollout.scores.mean()),
-            "reward_std": float(rollout.scores.std()),
-            "kl": kl,
-            "kl_per_token": kl / sft_length,
-            "kl_per_token_se": kl_error / sft_length,
-            "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
-            "response_length": fmean(lengths),
-            "eos_rate": float(rollout.ended.float().mean()),
+        metrics["reward_failed_share"] = rollout.failed_share
+    metrics |= {
+        "score_mean": float(rollout.calibrated.mean()),
+        "score_std": float(rollout.calibrated.std()),
+        "reward_mean": float(rollout.scores.mean()),
+        "reward_std": float(rollout.scores.std()),
+        "kl": kl,
+        "kl_per_token": kl / sft_length,
+        "kl_per_token_se": kl_error / sft_length,
+        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
+        "response_length": fmean(rollout.mask.sum(1).tolist()),
+        "eos_rate": float(rollout.ended.float().mean()),
+    }
+    if has_critic:
+        metrics |= {
             "explained_variance": F.explained_variance(
                 rollout.values, rollout.returns, rollout.mask
             ),
             "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
             "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
         }
-    )
+    return metrics
 
 
 def check_finite(tensors: dict[str, Tensor], update: int) -> None:
