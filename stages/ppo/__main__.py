@@ -150,7 +150,7 @@ def summary(run: TrainingRun) -> Metrics:
     return means | {
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
-        "episodes": run.trainer.updates * run.params.batch_size,
+        "episodes": run.trainer.updates * run.ppo.batch_size,
         "stopped": run.monitor.stopped or "completed",
         **run.selector.metrics,
         "health": run.monitor.verdict,

@@ -22,8 +22,7 @@ from stages.lib.lm.loading import (
     load_tokenizer,
 )
 from stages.lib.lm.saving import save_trained, weights_hash
-from stages.ppo.alternatives.policy import TrainingContext
-from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
 from stages.ppo.common.episodes import Episode, make_episodes
 from stages.ppo.common.health import WARN, Finding
 from stages.ppo.common.outputs import describe_rows, publish_outputs, write_no_critic

@@ -22,7 +22,6 @@ from stages.lib.lm.saving import sum_of_trainable
 from stages.lib.lm.sharding import in_step
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode, planned_updates
-from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.advantages import OnlineAlgorithm, ppo
@@ -420,7 +419,6 @@ class PpoTrainer:
             "kl_coef": self.kl_controller.kl_coef,
             "optimizers": [optimizer.state() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
-            "random": random_state(),
             "rewards": self.roles.rewards.state(),
         }
 
@@ -431,7 +429,6 @@ class PpoTrainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state(saved)
         self.generator.set_state(state["generator"])
-        set_random_state(state["random"])
         self.roles.rewards.load_state(state["rewards"])
 
 

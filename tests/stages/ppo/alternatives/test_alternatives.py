@@ -90,7 +90,7 @@ def test_the_last_policy_is_scaled_to_the_target_kl(make_params, algorithm):
     main(make_params(algorithm, section, learning_rate=0.001, target_kl_per_token=0.0005), "r0")
     metrics = json.loads((FOLDER / "metrics.json").read_text())
     assert (metrics["policy_update"], metrics["updates"]) == (4, 4)
-    assert metrics["validations"][2]["kl_per_token"] > 0.002 and metrics["policy_scale"] < 1
+    assert metrics["validations"][2]["kl_per_token"] > 0.001 and metrics["policy_scale"] < 1
     assert abs(metrics["validation_kl_per_token"] - 0.0005) < 1e-4
     kept, trained = (
         load_file(FOLDER / name / "adapter_model.safetensors")

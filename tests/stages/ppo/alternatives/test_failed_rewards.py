@@ -16,6 +16,7 @@ from stages.ppo.alternatives.run import load
 from stages.ppo.common import reward_server
 from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
+from tests.stages.ppo.stage_process import double_prompts
 from tests.stages.ppo.trainer.test_online import make_trainer
 
 ONLY_FURTHER = {"reward_weight": 0.0, "missing_eos_penalty": 0.0, "score_clip": 100.0}
@@ -48,7 +49,9 @@ def test_the_others_of_a_group_are_compared_without_a_failed_one(
     rewards = write_function(f"one_fails_{algorithm}", "[0, None, 3, 6, 1, 1, 1, 5]")
     ppo = {"rewards": rewards, "max_failed_rewards": 0.125, **ONLY_FURTHER}
     ppo |= {"batch_size": 8, "mini_batch_size": 8}
-    trainer = make_trainer(make_params(algorithm, {"num_generations": 4, "beta": 0.0}, **ppo))
+    params = make_params(algorithm, {"num_generations": 4, "beta": 0.0}, **ppo)
+    double_prompts()
+    trainer = make_trainer(params)
     batch = trainer.sample_prompts()
     rollout = trainer.rollout(batch)
     assert rollout.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
