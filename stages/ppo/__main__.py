@@ -56,9 +56,8 @@ ROLLOUT_METRICS = (
 
 def main(params: Params, round_: str) -> None:
     setup_torch(params)  # before anything looks for a GPU
-    check_unchanged("rewards", params)
-    check_unchanged("primary_judge", params)
-    check_unchanged("engine", params)
+    for user_input in ("rewards", "primary_judge", "engine"):
+        check_unchanged(user_input, params)
     # as before SFT: with shorter texts then, SFT did not have to run again
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
     if params.ppo.engine is not Engine.local:
@@ -78,7 +77,6 @@ def main(params: Params, round_: str) -> None:
     check_reference_files(sft)
     champion = load_start(round_)
     start = champion.policy if champion else None
-    started = [start] if start else []
     url = params.ppo.reward_url
     served_model = check_served_model(url, reward / "model") if url else None
     roles = load_roles(params, sft / "model", reward / "model", start)
@@ -100,12 +98,8 @@ def main(params: Params, round_: str) -> None:
         print(f"[ppo@{round_}] each process holds {held:.1%} of the policy's weights", flush=True)
 
     # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
-    inputs = [
-        data / "prompts_train.jsonl",
-        sft / "model",
-        reward / "model",
-        *started,
-    ]
+    trained_on = [data / "prompts_train.jsonl", *([start] if start else [])]
+    inputs = [*trained_on, sft / "model", reward / "model"]
     with world.exchanges():
         run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
         run.train()
@@ -127,7 +121,7 @@ def main(params: Params, round_: str) -> None:
         run.work,
         roles.tokenizer,
         run.monitor.report(),
-        [data / "prompts_train.jsonl", *started],
+        trained_on,
         **({} if params.algorithm is Algorithm.ppo else {"algorithm": name}),
         reference=run.reference,
         started_from=str(start or sft / "model"),
