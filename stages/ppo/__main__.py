@@ -1,7 +1,7 @@
-"""Stage ppo: trains the SFT model with PPO towards a higher reward, within a KL budget.
+"""Stage ppo: trains the SFT model by PPO, RLOO or GRPO to a higher reward, within a KL budget.
 
-If `algorithm` in params.yaml is not `ppo`, `stages.ppo.alternatives` trains the policy instead, and
-if `ppo.engine` is not `local`, `stages.ppo.engines` has it trained elsewhere.
+If `algorithm` in params.yaml is `dpo` or `best_of_n`, `stages.ppo.alternatives` trains the policy
+instead, and if `ppo.engine` is not `local`, `stages.ppo.engines` has it trained elsewhere.
 
 Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model,
 champion/start.json and the policy that it names; and the models and functions that `ppo.rewards`
@@ -29,11 +29,12 @@ from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
 from stages.lib.lm.sharding import held_share
 from stages.ppo.common.episodes import make_episodes
-from stages.ppo.common.outputs import publish_outputs
+from stages.ppo.common.outputs import publish_outputs, write_no_critic
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
 from stages.ppo.common.reward_results import SERVED
 from stages.ppo.common.reward_server import check_served_model
+from stages.ppo.trainer.advantages import ONLINE
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -55,17 +56,16 @@ ROLLOUT_METRICS = (
 
 def main(params: Params, round_: str) -> None:
     setup_torch(params)  # before anything looks for a GPU
-    check_unchanged("rewards", params)
-    check_unchanged("primary_judge", params)
-    check_unchanged("engine", params)
+    for user_input in ("rewards", "primary_judge", "engine"):
+        check_unchanged(user_input, params)
     # as before SFT: with shorter texts then, SFT did not have to run again
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
     if params.ppo.engine is not Engine.local:
         from stages.ppo.engines.run import main as engine
 
         return engine(params, round_)
-    if params.algorithm is not Algorithm.ppo:
-        # imported here: TRL takes seconds to import, and PPO does not need it
+    if params.algorithm not in ONLINE:
+        # imported here: TRL takes seconds to import, and the online algorithms do not need it
         from stages.ppo.alternatives.run import main as alternative
 
         return alternative(params, round_)
@@ -77,7 +77,6 @@ def main(params: Params, round_: str) -> None:
     check_reference_files(sft)
     champion = load_start(round_)
     start = champion.policy if champion else None
-    started = [start] if start else []
     url = params.ppo.reward_url
     served_model = check_served_model(url, reward / "model") if url else None
     roles = load_roles(params, sft / "model", reward / "model", start)
@@ -90,7 +89,8 @@ def main(params: Params, round_: str) -> None:
     rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
     roles.rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
-    trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
+    algorithm = ONLINE[params.algorithm](params)
+    trainer = PpoTrainer(roles, prompts, params.ppo, params.seed, algorithm)
     print(f"[ppo@{round_}] the policy starts from {start or sft / 'model'}", flush=True)
 
     if roles.sharded:
@@ -98,12 +98,8 @@ def main(params: Params, round_: str) -> None:
         print(f"[ppo@{round_}] each process holds {held:.1%} of the policy's weights", flush=True)
 
     # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
-    inputs = [
-        data / "prompts_train.jsonl",
-        sft / "model",
-        reward / "model",
-        *started,
-    ]
+    trained_on = [data / "prompts_train.jsonl", *([start] if start else [])]
+    inputs = [*trained_on, sft / "model", reward / "model"]
     with world.exchanges():
         run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
         run.train()
@@ -112,17 +108,21 @@ def main(params: Params, round_: str) -> None:
         run.selector.select(
             trainer.updates, run.monitor.stopped, run.work / "checkpoints", params.model
         )
-        for name, model in (("policy", roles.policy), ("critic", roles.critic)):
+        for name, model in trainer.trained.items():
             save_trained(model, roles.tokenizer, folder / name)
     if not world.is_main():
         return
+    name = params.algorithm.value
+    if not algorithm.has_critic:
+        write_no_critic(folder, name)
     publish_outputs(
         params,
         round_,
         run.work,
         roles.tokenizer,
         run.monitor.report(),
-        [data / "prompts_train.jsonl", *started],
+        trained_on,
+        **({} if params.algorithm is Algorithm.ppo else {"algorithm": name}),
         reference=run.reference,
         started_from=str(start or sft / "model"),
     )
@@ -144,7 +144,7 @@ def summary(run: TrainingRun) -> Metrics:
     return means | {
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
-        "episodes": run.trainer.updates * run.params.batch_size,
+        "episodes": run.trainer.updates * run.ppo.batch_size,
         "stopped": run.monitor.stopped or "completed",
         **run.selector.metrics,
         "health": run.monitor.verdict,

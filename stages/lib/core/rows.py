@@ -128,7 +128,7 @@ class RolloutRow(PromptRow):
     update: from 1. score: calibrated reward score. reward: score less the penalties, before KL.
     judge_score: by the primary judge, unless it only compares; never a reward. kl: nats per
     sequence from the SFT model.
-    kl_cost: the KL penalty, in the units of `reward`; only with PPO. length: tokens.
+    kl_cost: the KL penalty, in the units of `reward`; with PPO and RLOO. length: tokens.
     """
 
     update: int

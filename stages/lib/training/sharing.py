@@ -104,44 +104,6 @@ class SharedTraining:
         return total
 
 
-class SharedOnlineTraining(SharedTraining):
-    """RLOO and GRPO: every process has all samples of an update, and takes its rows of each batch
-    of them.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.in_loss = False
-        trainer.data_collator = self.collate_rows  # of prompts, for which all are sampled together
-
-    def count_all_items(self, batches: list[Any], device: torch.device) -> None:
-        """The loss is a mean over rows."""
-
-    def own_loss(
-        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
-    ) -> Tensor:
-        rows = len(inputs["completion_ids"])
-        own = world.share(rows)
-        kept = slice(own.start, own.stop) if own else slice(1)
-        part = {
-            name: value[kept] if isinstance(value, Tensor) and value.dim() else value
-            for name, value in inputs.items()
-        }
-        self.in_loss = True
-        loss = super().own_loss(
-            model, part | {ROWS: torch.tensor([len(own), rows])}, num_items_in_batch=None
-        )
-        self.in_loss = False
-        return loss
-
-    # outside of the loss, every process has all rows
-    def gather(self, tensor: Tensor) -> Tensor:
-        return super().gather(tensor) if self.in_loss else tensor
-
-    def add_up(self, tensor: Tensor, reduction: str) -> Tensor:
-        return super().add_up(tensor, reduction) if self.in_loss else tensor
-
-
 def add_up_gradients(model: Any) -> None:
     """Replace the gradients by their sums over all processes; 0 where a process has none."""
     weights = [weight for _, weight in trainable_named(model)]  # all float32

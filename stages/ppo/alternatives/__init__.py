@@ -1,5 +1,5 @@
-"""Algorithms that train the policy in place of PPO: TRL's trainers, with PPO's prompts, rewards,
-validation and outputs.
+"""Algorithms that do not train on the policy's own responses, update by update: DPO and best-of-n,
+by TRL's trainers, with the validation and the outputs of the online ones.
 """
 
 # Number of responses, at most, that describe an alternative's policy before and after training.

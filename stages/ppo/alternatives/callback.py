@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -11,25 +10,20 @@ from transformers import Trainer, TrainerCallback
 from stages.lib.core.errors import Diverged
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
-from stages.lib.lm.saving import load_trainable, save_trained, trainable_state_dict
+from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.training.sharing import SharedTraining
 from stages.lib.training.trl_setup import run_trainer
-from stages.ppo.alternatives.policy import TrainingContext
-from stages.ppo.alternatives.policy_run import PolicyRun
-from stages.ppo.common.policy_selection import Validation
+from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 
-SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
-
 
 class PolicyCallback(PolicyRun, TrainerCallback):
-    """Follows a policy while one of TRL's trainers trains it.
+    """Follows a policy while one of TRL's trainers trains it. An update is an optimizer step.
 
     Args:
         context: what the training starts from.
         names: the metrics to keep, by the names under which TRL logs them.
-        steps: optimizer steps per update.
 
     Attributes:
         sharing: how several processes share the training.
@@ -38,13 +32,12 @@ class PolicyCallback(PolicyRun, TrainerCallback):
 
     sharing: type[SharedTraining] = SharedTraining
 
-    def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
+    def __init__(self, context: TrainingContext, names: dict[str, str]) -> None:
         self.algorithm = context.params.algorithm.value
         super().__init__(context, f"{self.algorithm}.beta")
-        self.names, self.steps = names, steps
+        self.names = names
         self.ended: bool = self.saved["ended"] if self.saved else False
         self.epoch_random_state: StateDict = {}
-        self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
 
     def begin(self, policy: Any) -> None:
         """Validate and describe the policy before training; or load the saved state."""
@@ -60,10 +53,6 @@ class PolicyCallback(PolicyRun, TrainerCallback):
             folder = Path(trainer.args.output_dir)
             checkpoint = folder / self.saved["checkpoint"] if self.saved else None
             run_trainer(trainer, checkpoint, self.sharing)
-
-    def describe(self) -> dict[str, float]:
-        """Further metrics of the current update; none here."""
-        return {}
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -84,16 +73,14 @@ class PolicyCallback(PolicyRun, TrainerCallback):
                 f"{self.algorithm}, step {state.global_step}: {', '.join(bad)} not finite. "
                 "Next: lower its learning rate (docs/algorithms.md)"
             )
-        self.logs.append(metrics)
-        if state.global_step % self.steps == 0:
-            self.context.recorder.total_steps = state.max_steps // self.steps
-            self.updates += 1
-            last = state.global_step == state.max_steps
-            self.end_update(last)
-            control.should_training_stop |= bool(self.monitor.stopped)
-            self.ended = last or bool(self.monitor.stopped)
-            due = self.ended or self.updates % self.ppo.resume_updates == 0
-            control.should_save = due and world.is_main()
+        self.recorder.total_steps = state.max_steps
+        self.updates += 1
+        last = state.global_step == state.max_steps
+        self.end_update(self.updates, metrics, last)
+        control.should_training_stop |= bool(self.monitor.stopped)
+        self.ended = last or bool(self.monitor.stopped)
+        due = self.ended or self.updates % self.ppo.resume_updates == 0
+        control.should_save = due and world.is_main()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep the random state from which the order of the data is drawn next."""
@@ -122,7 +109,7 @@ class PolicyCallback(PolicyRun, TrainerCallback):
             "rewards": self.context.rewards.state(),
             "weights": trainable_state_dict(self.trained_policy.policy),
             "selector": self.selector.state(),
-            "steps": self.context.recorder.steps,
+            "steps": self.recorder.steps,
             "rollouts": self.rollouts.position,
             "initial_rows": self.initial_rows,
         }
@@ -138,36 +125,5 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         self.context.rewards.load_state(state["rewards"])
         # weights are removed from the state, which lasts as long as the run
         load_trainable(self.trained_policy.policy, state.pop("weights"))
-        self.selector.load_state(state.pop("selector"))
         self.initial_rows = state["initial_rows"]
-        self.monitor.rounding = self.selector.rounding
-        self.monitor.check_history(state["steps"])
-        self.context.recorder.log_progress(self.updates, "resumes from here")
-
-    def end_update(self, last: bool) -> None:
-        """Health, validation if it is due, metrics and checkpoint, as after an update of PPO."""
-        recorder = self.context.recorder
-        means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
-        metrics = means | self.describe()
-        self.logs = []
-        step = {"step": self.updates, **metrics}
-        findings = self.monitor.check([*recorder.steps, step])
-        due = last or self.updates % self.ppo.validation_updates == 0
-        if due and not self.monitor.stopped:
-            validation = self.validate().metrics
-            metrics |= validation
-            findings += self.monitor.check([*recorder.steps, step | validation])
-        shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
-        recorder.log(self.updates, metrics, shown)
-        for finding in findings:
-            recorder.log_progress(self.updates, str(finding))
-        if self.updates % self.ppo.save_updates == 0 and world.is_main():
-            folder = self.context.work / "checkpoints" / f"step_{self.updates:05d}"
-            save_trained(self.trained_policy.policy, self.context.tokenizer, folder)
-
-    def validate(self) -> Validation:
-        """Validate in eval mode, then return to train mode, on which TRL's trainers rely."""
-        self.trained_policy.policy.eval()
-        validation = self.selector.validate(self.updates)
-        self.trained_policy.policy.train()
-        return validation
+        self.resume_log(self.updates, state.pop("selector"))

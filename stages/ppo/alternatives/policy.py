@@ -1,5 +1,6 @@
-"""The policy being trained, with its reference: samples responses and scores them (reward, KL)."""
+"""A policy that another trainer than ours trains: its inputs, samples, scores, and its run."""
 
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,43 +16,42 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.data.prompts import decode
+from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 from stages.lib.lm.vllm_engine import sampling_engine
+from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.common.episodes import Episode
+from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import rollout_rows
+from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import reference_view
 from stages.ppo.common.resume import Resume
 from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.common.rewards import Rewards
+from stages.ppo.common.run import Run
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The inputs of every algorithm.
-
-    resume: saves states in the folder with the rollouts and checkpoints of the run. saved: the
-    state from which the run resumes. reference: hash of SFT's weights. sft: the SFT model, without
-    adapters.
-    rewards: further rewards. judge: the primary judge. prompts, held_out: to train on, to validate
-    on.
-    """
+    """The inputs of every algorithm."""
 
     params: Params
     recorder: MetricLogger
-    resume: Resume
-    saved: StateDict | None
-    reference: str
+    resume: Resume  # saves states in the folder with the rollouts and checkpoints of the run
+    saved: StateDict | None  # from which the run resumes
+    reference: str  # hash of SFT's weights
     tokenizer: PreTrainedTokenizerBase
-    sft: Any
+    sft: Any  # without adapters
     reward_model: Any
-    rewards: Rewards
-    judge: PrimaryJudge
-    prompts: list[Episode]
-    held_out: list[Episode]
+    rewards: Rewards  # further rewards
+    judge: PrimaryJudge  # the primary one
+    prompts: list[Episode]  # to train on
+    held_out: list[Episode]  # to validate on
 
     @property
     def work(self) -> Path:
@@ -60,15 +60,10 @@ class TrainingContext:
 
 
 class ScoredRollouts(NamedTuple):
-    """The rollout rows of the responses whose rewards are known, and for each of the B responses
-    the reward that PPO would be given, not rounded; None: a further reward failed.
+    """Scores of B responses."""
 
-    failed_share: share of the B responses without a reward.
-    """
-
-    rows: list[RolloutRow]
-    rewards: list[float | None]
-    failed_share: float
+    rows: list[RolloutRow]  # of the responses whose rewards are known
+    rewards: list[float | None]  # that PPO would be given, not rounded; None: a further one failed
 
 
 class TrainedPolicy:
@@ -139,8 +134,61 @@ class TrainedPolicy:
             ended=ended,
         )
         known = dict(zip(kept, rewards.tolist(), strict=True))
-        return ScoredRollouts(
-            scored_rows,
-            [known.get(index) for index in range(len(responses))],
-            results.failed_share,
+        return ScoredRollouts(scored_rows, [known.get(index) for index in range(len(responses))])
+
+
+class PolicyRun(Run):
+    """The policy during a run, and what is known about it.
+
+    Args:
+        context: what the training starts from.
+        kl_key: the key of params.yaml that holds the policy near the reference.
+
+    Attributes:
+        saved: the state from which the run resumes.
+        updates: the number of updates that the policy has had.
+        initial_rows: rollout rows of the policy before training, which is SFT.
+    """
+
+    trained_policy: TrainedPolicy
+    initial_rows: list[RolloutRow]
+
+    def __init__(self, context: TrainingContext, kl_key: str) -> None:
+        self.context, self.ppo = context, context.params.ppo
+        self.recorder, self.work = context.recorder, context.work
+        self.saved = saved = context.saved
+        self.updates = saved["updates"] if saved else 0
+        self.monitor = Monitor(self.ppo, kl_key)
+        position = saved["rollouts"] if saved else (1, 0)
+        self.rollouts = RolloutLog(context.work / "rollouts", position, writes=world.is_main())
+        shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
+        self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
+
+    def begin(self, policy: Any) -> None:
+        """Validate and describe the policy before training."""
+        self.use(policy)
+        self.validate_first()
+        self.initial_rows = self.sample_rows(0)
+
+    def use(self, policy: Any) -> None:
+        """Take a policy as the one that is trained; its reference is what it is now."""
+        self.trained_policy = TrainedPolicy(policy, self.context)
+        self.selector = PolicySelector(
+            self.trained_policy,
+            self.context.held_out,
+            self.context.judge,
+            self.ppo,
+            self.context.params.seed,
         )
+
+    def sample_rows(self, update: int) -> list[RolloutRow]:
+        """Rollout rows of the current policy, which also go to the rollout files.
+
+        The training prompts and the random numbers are the same at each call.
+        """
+        generator = torch.Generator().manual_seed(self.context.params.seed)
+        prompt_ids = [tokens for _, tokens in self.described_prompts]
+        responses = self.trained_policy.sample(prompt_ids, self.ppo, generator)
+        rows = self.trained_policy.score(update, self.described_prompts, responses).rows
+        self.rollouts.append(rows)
+        return rows

@@ -1,31 +1,22 @@
-"""The policy stage if `algorithm` is not PPO, top to bottom; its outputs are those of PPO."""
+"""The policy stage with DPO or best-of-n, top to bottom; its outputs are those of PPO."""
 
 from collections.abc import Callable
 
-from stages.lib.core.files import stage_dir, work_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
-from stages.lib.core.recorder import MetricLogger
-from stages.lib.lm import world
 from stages.lib.lm.loading import training_model_params
-from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
+from stages.ppo.alternatives import best_of_n, dpo
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.alternatives.stage import data_paths, finish, load_models, load_prompts
 from stages.ppo.common.reference import check_reference_weights
-from stages.ppo.common.resume import Resume, run_identity
+from stages.ppo.common.resume import run_identity
+from stages.ppo.common.run import open_run
 
 ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
     Algorithm.dpo: dpo.train,
-    Algorithm.rloo: rloo.train,
-    Algorithm.grpo: grpo.train,
     Algorithm.best_of_n: best_of_n.train,
-}
-
-# The setting that makes the training longer, if it is not PPO's
-LONGER = {
-    Algorithm.dpo: "dpo.num_train_epochs",
-    Algorithm.best_of_n: "best_of_n.num_train_epochs",
 }
 
 
@@ -39,8 +30,8 @@ def main(params: Params, round_: str) -> None:
         check_reference_weights(model, context.reference, "after training")
 
     # 3. the selected policy, and the outputs of PPO; the critic is a placeholder
-    longer = LONGER.get(params.algorithm, "ppo.total_episodes")
-    finish(callback, round_, name=params.algorithm.value, longer=longer)
+    name = params.algorithm.value
+    finish(callback, round_, name=name, longer=f"{name}.num_train_epochs")
 
 
 def load(params: Params, round_: str) -> TrainingContext:
@@ -52,13 +43,6 @@ def load(params: Params, round_: str) -> TrainingContext:
     prompts = load_prompts(params, round_)
     models = [stage_dir(round_, stage) / "model" for stage in ("sft", "reward")]
     inputs = [*data_paths(params, round_), *models]
-    resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
-    saved = resume.load()
-    world.wait()  # until every process has read the state
-    if not saved and world.is_main():
-        resume.clear()  # files of a run that was killed before it saved a state
-    recorder = MetricLogger(
-        "ppo", round_, logged_steps=saved["steps"] if saved else (), writes=world.is_main()
-    )
+    resume, saved, recorder = open_run(round_, run_identity(params, inputs))
     model = training_model_params(params.model, params.ppo.lora)
     return load_models(params, round_, prompts, resume, recorder, model=model, saved=saved)

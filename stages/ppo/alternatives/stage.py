@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from stages.lib.core.files import stage_dir, write_text
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import ModelParams
@@ -22,11 +22,10 @@ from stages.lib.lm.loading import (
     load_tokenizer,
 )
 from stages.lib.lm.saving import save_trained, weights_hash
-from stages.ppo.alternatives.policy import TrainingContext
-from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
 from stages.ppo.common.episodes import Episode, make_episodes
 from stages.ppo.common.health import WARN, Finding
-from stages.ppo.common.outputs import describe_rows, publish_outputs
+from stages.ppo.common.outputs import describe_rows, publish_outputs, write_no_critic
 from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import Resume
@@ -139,11 +138,11 @@ def finish(
     if not world.is_main():
         return
     save_trained(policy, context.tokenizer, folder / "policy")
-    shutil.rmtree(folder / "critic", ignore_errors=True)
     if critic:
+        shutil.rmtree(folder / "critic", ignore_errors=True)
         shutil.copytree(critic, folder / "critic")
     else:
-        write_text(folder / "critic/EMPTY", f"{name} has left no critic\n")
+        write_no_critic(folder, name)
     run.monitor.findings += no_gain_finding(kept)
     publish_outputs(
         params,
@@ -177,8 +176,7 @@ def summary(run: PolicyRun, rows: list[RolloutRow]) -> Metrics:
 def no_gain_finding(kept: Validation) -> list[Finding]:
     """A warning if the kept policy is SFT.
 
-    It applies to every algorithm, while the signs of the health monitor read metrics that PPO, RLOO
-    and GRPO log, but DPO and best-of-n do not.
+    Most signs of the health monitor read metrics that DPO, best-of-n and engines do not log.
     """
     if kept.update:
         return []

@@ -15,8 +15,7 @@ from stages.lib.core.types import StepMetrics
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.reward_ensemble import MEMBERS
 from stages.lib.lm.saving import save_trained, saved_weights_hash
-from stages.ppo.alternatives.policy import TrainingContext
-from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
 from stages.ppo.alternatives.stage import finish, load_models, load_prompts, prompts_path
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.health import Monitor

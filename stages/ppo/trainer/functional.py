@@ -122,6 +122,16 @@ def policy_loss(
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
+def token_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """PPO: (B, T) clipped surrogate loss per token, and whether the clipped term is the larger one;
+    0 outside the mask.
+    """
+    losses, clipped = policy_loss(logprobs, old_logprobs, advantages, cliprange)
+    return losses * mask, clipped * mask
+
+
 def sequence_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
@@ -136,6 +146,26 @@ def sequence_policy_loss(
         return (values * mask).sum(1) / lengths
 
     return policy_loss(mean(logprobs), mean(old_logprobs), mean(advantages), cliprange)
+
+
+def response_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """RLOO: (B,) clipped surrogate loss per response, and whether the clipped term is the larger
+    one. The ratio is that of whole responses; all tokens of one have its advantage.
+    """
+    response, old_response = ((values * mask).sum(1) for values in (logprobs, old_logprobs))
+    return policy_loss(response, old_response, advantages[:, 0], cliprange)
+
+
+def response_mean_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """GRPO: (B,) means over the tokens of each response: clipped surrogate losses, and the share of
+    which the clipped term is the larger one.
+    """
+    losses, clipped = token_policy_loss(logprobs, old_logprobs, advantages, mask, cliprange)
+    return losses.sum(1) / mask.sum(1), clipped.sum(1) / mask.sum(1)
 
 
 def value_loss(

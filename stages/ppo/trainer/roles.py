@@ -5,16 +5,17 @@ the policy is the reference and the critic is the reward model. 0: all weights a
 reference or reward model is a frozen copy. `ppo.critic: policy`: the critic is a linear head on the
 policy's last states (Santacroce et al. 2023).
 
-Dimensions: B rows, T response tokens, N response tokens of all rows, M prompt and response tokens
-of all rows, V vocabulary, H hidden size.
+Dimensions: B episodes, T tokens of the longest response, L prompt and response tokens of one
+episode, N response tokens of all episodes, M prompt and response tokens of all, H hidden size.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
@@ -32,12 +34,7 @@ from stages.lib.lm.loading import (
     load_reward_model,
     load_tokenizer,
 )
-from stages.lib.lm.logprobs import (
-    TokenStatistics,
-    compare_states,
-    response_entropies,
-    response_logprobs,
-)
+from stages.lib.lm.logprobs import compare_states, response_entropies, response_logprobs
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import Packed, hidden_states
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
@@ -48,18 +45,67 @@ from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
 from stages.ppo.common.reference import FrozenModel, ReferenceView, WholeModel, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
 from stages.ppo.common.warm_start import load_weights
+from stages.ppo.trainer.advantages import ONLINE
+
+# A forward pass with gradients: (M, H) last states of the policy, (B, T) log-probabilities, values
+Pass = tuple[Tensor, Tensor, Tensor]
 
 
-class ReferenceOutput(NamedTuple):
-    """The reference's outputs, without gradients.
-
-    hidden: (M, H) last states. policy_states: per row the states that enter the policy's first
-    trained layer. shared: (M, H) states after the layers shared with the reward model.
+@dataclass(frozen=True)
+class RoleOutputs:
+    """What the roles compute on B episodes, without gradients. (B, T) tensors are 0 outside the
+    mask.
     """
 
-    hidden: Tensor
+    raw_scores: Tensor  # (B,) the reward model's, of responses closed by EOS; 0 if it is served
+    logprobs: Tensor  # (B, T) nats, under the policy that sampled
+    entropies: Tensor  # (B, T) nats
+    ref_logprobs: Tensor  # (B, T) nats
+    kl: Tensor  # (B, T) nats: exact KL of the policy to the reference at each token
+    values: Tensor  # (B, T) the critic's estimate before each token; 0 without a critic
+    mask: Tensor  # (B, T) bool: true on response tokens
+    # (L, H) states below the adapters per episode, which are the same in every epoch; empty for the
+    # episodes of other processes
     policy_states: list[Tensor]
-    shared: Tensor
+    critic_states: list[Tensor]
+
+    def select(self, episodes: list[int]) -> "RoleOutputs":
+        """The outputs on some of the episodes, by index."""
+        columns: Any = {
+            name: [column[i] for i in episodes] if isinstance(column, list) else column[episodes]
+            for name, column in vars(self).items()
+        }
+        return RoleOutputs(**columns)
+
+
+def concat_outputs(parts: list[RoleOutputs]) -> RoleOutputs:
+    """The outputs of all micro-batches of all processes, one after the other; states stay in the
+    process that trains on them.
+    """
+    columns: dict[str, Any] = {
+        name: concat_padded([getattr(part, name) for part in parts]) for name in vars(parts[0])
+    }
+    if world.size() > 1:
+        device = columns["mask"].device
+        for name, column in columns.items():
+            if isinstance(column, Tensor):
+                columns[name] = concat_padded(world.gather([column.cpu()])).to(device)
+        count, nothing = len(columns["mask"]), torch.empty(0, device=device)
+        own = world.share(count)
+        for name in ("policy_states", "critic_states"):
+            others = [nothing] * own.start, [nothing] * (count - own.stop)
+            columns[name] = others[0] + columns[name] + others[1]
+    return RoleOutputs(**columns)
+
+
+def concat_padded(parts: list[Any]) -> Any:
+    """Concatenate along rows: lists, (b,) tensors, or (b, t) tensors padded to the longest t."""
+    if isinstance(parts[0], list):
+        return list(chain(*parts))
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 class ValueHead(torch.nn.Linear):
@@ -75,33 +121,26 @@ class ValueHead(torch.nn.Linear):
 
 @dataclass
 class Roles:
-    """The models of PPO. `policy` and `critic` are trained.
-
-    reward_model: set only if the critic is a ValueHead and the model is not served; if the critic
-    is none, the critic without its training is the reward model. rewards: further rewards, and the
-    served one. engine: samples in place of
-    stages/lib/lm/generation.py, if set. gradient_checkpointing: compute activations again in the
-    backward pass. starts_as_reference: whether the policy's KL from the reference is 0 at first.
-    sharded: divide the layers of all models among the processes; all weights are trained then.
-    """
+    """The models of an online algorithm. Policy and critic are trained."""
 
     policy: Any
-    critic: Any
+    critic: Any  # None: the algorithm has none
     tokenizer: PreTrainedTokenizerBase
+    # None: it is served, or the critic without its training is the reward model
     reward_model: Any = None
-    rewards: Rewards = field(default_factory=Rewards)
-    engine: VllmEngine | None = None
-    gradient_checkpointing: bool = False
-    starts_as_reference: bool = True
-    sharded: bool = False
+    rewards: Rewards = field(default_factory=Rewards)  # further rewards, and the served one
+    engine: VllmEngine | None = None  # samples in place of stages/lib/lm/generation.py
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass
+    starts_as_reference: bool = True  # the policy's KL from the reference is 0 at first
+    sharded: bool = False  # all weights are trained, and layers divided among the processes
 
     def __post_init__(self) -> None:
         recompute = self.gradient_checkpointing
         self.policy_view = reference_view(self.policy, recompute)
         if self.sharded:  # here, so that not all models are whole at the same time
             shard_models(self.policy_view)
-        has_head = isinstance(self.critic, ValueHead)
-        self.critic_view = None if has_head else reference_view(self.critic, recompute)
+        has_layers = self.critic is not None and not isinstance(self.critic, ValueHead)
+        self.critic_view = reference_view(self.critic, recompute) if has_layers else None
         frozen = FrozenModel(self.reward_model) if self.reward_model else None
         self.reward_view = self.critic_view or frozen
         self.num_shared_layers = 0
@@ -167,14 +206,17 @@ class Roles:
     def values(
         self, packed: Packed, critic_states: Sequence[Tensor], policy_hidden: Tensor
     ) -> Tensor:
-        """(B, T) values of response tokens, with gradients: run the trained layers of the critic.
+        """(B, T) values of response tokens, with gradients: run the trained layers of the critic; 0
+        without a critic.
 
         Args:
             packed: B prompts with their responses.
             critic_states: per row, the states from `raw_scores`.
             policy_hidden: (M, H) last states of the policy, which a ValueHead reads.
         """
-        if self.critic_view is None:
+        if self.critic is None:
+            values = torch.zeros(len(packed.targets), device=policy_hidden.device)
+        elif self.critic_view is None:
             values = self.critic(policy_hidden[packed.predicts])
         else:
             hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
@@ -182,19 +224,46 @@ class Roles:
             values = self.calibrate(score_head(self.critic, hidden[packed.predicts]))
         return packed.to_rows(values)
 
+    def forward(
+        self, packed: Packed, temperature: float, keep_gradients: bool
+    ) -> tuple[RoleOutputs, Pass | None]:
+        """Run the roles together on B episodes, since the layers that they share run once.
+
+        keep_gradients: also return the pass of policy and critic, for the first optimizer step.
+        """
+        ref_hidden, policy_states, shared = self.run_reference(packed)
+        raw_scores, critic_states = self.raw_scores(packed, shared)
+        kept = None
+        with torch.set_grad_enabled(keep_gradients):
+            hidden = self.policy_hidden(packed, policy_states)
+            values = self.values(packed, critic_states, hidden)
+            if keep_gradients:
+                kept = (hidden, self.logprobs(packed, hidden, temperature), values)
+        statistics = compare_states(
+            self.policy, self.reference, packed, hidden, ref_hidden, temperature
+        )
+        outputs = RoleOutputs(
+            raw_scores=raw_scores,
+            **statistics._asdict(),
+            values=values.detach(),
+            mask=packed.response_mask,
+            policy_states=policy_states,
+            critic_states=critic_states,
+        )
+        return outputs, kept
+
     @torch.no_grad()
-    def run_reference(self, packed: Packed) -> ReferenceOutput:
-        """Run the layers of the reference."""
+    def run_reference(self, packed: Packed) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Run the layers of the reference.
+
+        Returns:
+            (M, H) last states; per row the states that enter the policy's first trained layer;
+            (M, H) states after the layers that are shared with the reward model.
+        """
         keep = [self.num_shared_layers, *layers_to_keep(self.policy_view)]
         with self.policy_view.reference() as reference:
             hidden, [shared, *entering] = forward_layers(reference, packed, keep=keep)
-        return ReferenceOutput(hidden, split_rows(packed, entering), shared)
-
-    def compare(
-        self, packed: Packed, hidden: Tensor, ref_hidden: Tensor, temperature: float
-    ) -> TokenStatistics:
-        """(B, T) statistics of response tokens, from (M, H) last states of policy and reference."""
-        return compare_states(self.policy, self.reference, packed, hidden, ref_hidden, temperature)
+        return hidden, split_rows(packed, entering), shared
 
     # not used in training: `check_initial_ratio` compares it with `logprobs`
     @torch.no_grad()
@@ -286,14 +355,14 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(default_device())
-    critic_is_reward_model = ppo.critic is Critic.reward
+    critic: Any = head if ONLINE[params.algorithm](params).has_critic else None
+    if critic is not None and ppo.critic is Critic.reward:
+        critic, reward_model = add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval(), None
     roles = Roles(
         policy=policy,
-        critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
-        if critic_is_reward_model
-        else head,
+        critic=critic,
         tokenizer=tokenizer,
-        reward_model=None if critic_is_reward_model else reward_model,
+        reward_model=reward_model,
         rewards=load_rewards(params),
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,

@@ -1,77 +1,117 @@
-"""One PPO update: sample prompts, generate, score, reference KL, advantages, update."""
+"""One update: sample prompts, generate, score, reference KL, advantages, optimise.
+
+Dimensions: B episodes, T tokens of the longest response.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
-from stages.lib.core.params.policy import KlControl, PpoParams
+from stages.lib.core.errors import Diverged, RondoError
+from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import tracked
+from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.data.prompts import decode
 from stages.lib.lm import world
-from stages.lib.lm.packing import Packed, pack
+from stages.lib.lm.packing import Packed, pack, unwrap_peft
 from stages.lib.lm.saving import sum_of_trainable
-from stages.lib.lm.sharding import in_step, is_sharded
+from stages.lib.lm.sharding import in_step
+from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode, planned_updates
-from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
-from stages.ppo.trainer.checks import check_finite, check_initial_ratio
-from stages.ppo.trainer.gradients import SHARES, backward
-from stages.ppo.trainer.optimizer import MasterWeightOptimizer
-from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.rollout import (
-    Indices,
-    RoleOutputs,
-    Rollout,
-    RolloutPass,
-    concat_outputs,
-    describe,
-    gather_outputs,
-)
-from stages.ppo.trainer.sharded_optimizer import ShardedOptimizer
+from stages.ppo.trainer.advantages import OnlineAlgorithm, ppo
+from stages.ppo.trainer.optimizer import make_optimizer
+from stages.ppo.trainer.roles import Pass, RoleOutputs, Roles, concat_outputs, concat_padded
 
-KL_RULES = {
-    KlControl.adaptive: F.ziegler,
-    KlControl.proportional: F.proportional,
-    KlControl.fixed: F.fixed,
-}
+Indices = range | list[int]
+
+# The metrics of a mini-batch, of which each micro-batch has a share. Those of values: with a critic
+SHARES = (
+    "policy_loss",
+    "value_loss",
+    "clip_fraction",
+    "value_clip_fraction",
+    "approx_kl",
+    "ratio_mean",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(RoleOutputs):
+    """One rollout of B episodes, without those whose rewards failed."""
+
+    rows: list[TrainingPrompt]  # of the prompts
+    prompts: list[TokenIds]
+    responses: list[TokenIds]
+    texts: list[str]  # the responses decoded
+    ended: Tensor  # (B,) bool: an end token was sampled
+    parts: dict[str, list[float]]  # scores of the further rewards, by name
+    failed_share: float | None  # of the sampled episodes, left out; None: no reward can fail
+    failures: list[str]  # one line per reward and reason
+    calibrated: Tensor  # (B,) raw or served scores, in standard deviations of SFT demonstrations
+    scores: Tensor  # (B,) weighted sum of calibrated and parts, clipped and penalised
+    advantages: Tensor  # (B, T)
+    returns: Tensor  # (B, T) for the critic
+    sampler_log_ratio: float | None  # see `Roles`
+    own: Indices  # the episodes that this process trains on
+
+    @property
+    def sequence_kl(self) -> Tensor:
+        """(B,) KL of the policy to the reference, nats per sequence: the sum over the response.
+
+        Its mean estimates the KL of sequences without bias, with less variance than log-ratios.
+        """
+        return self.kl.sum(1)
 
 
 class PpoTrainer:
-    """Trains policy and critic, one update per call of `step`.
+    """Trains the policy, and the critic if there is one: an update per call of `step`.
 
     Args:
-        roles: the four models.
+        roles: the models.
         prompts: rows and tokens of the prompts to train on.
         params: the section `ppo` of params.yaml.
         seed: of the order of prompts, of sampling and of mini-batches.
+        algorithm: None: PPO.
     """
 
-    def __init__(self, roles: Roles, prompts: list[Episode], params: PpoParams, seed: int) -> None:
+    def __init__(
+        self,
+        roles: Roles,
+        prompts: list[Episode],
+        params: PpoParams,
+        seed: int,
+        algorithm: OnlineAlgorithm | None = None,
+    ) -> None:
         self.roles, self.params, self.prompts = roles, params, prompts
+        self.algorithm = algorithm or ppo(params)
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []  # indices of the prompts that come next
         self.updates = 0
         # mean tokens of SFT's responses; if a validation has not set it, of the first rollout's
         self.sft_length = 0.0
         # the rollout's own forward pass with gradients, until the first optimizer step has used it
-        self.rollout_pass: RolloutPass | None = None
+        self.rollout_pass: Pass | None = None
         self.kl_controller = F.AdaptiveKLController(
-            params.kl_coef,
+            self.algorithm.kl_coef,
             params.target_kl_per_token,
             params.kl_horizon,
-            KL_RULES[params.kl_control],
+            self.algorithm.kl_rule,
         )
         self.planned_updates = planned_updates(params)
         # policy and critic have rates of their own, and their gradients are clipped separately
-        rates = (params.learning_rate, params.critic_learning_rate)
+        self.trained, rates = {"policy": roles.policy}, [params.learning_rate]
+        if self.algorithm.has_critic:
+            self.trained["critic"] = roles.critic
+            rates.append(params.critic_learning_rate)
         self.optimizers = [
-            (ShardedOptimizer if is_sharded(model) else MasterWeightOptimizer)(
-                model, rate, self._rate
-            )
-            for model, rate in zip((roles.policy, roles.critic), rates, strict=True)
+            make_optimizer(model, rate, self._rate)
+            for model, rate in zip(self.trained.values(), rates, strict=True)
         ]
 
     def _rate(self, update: int) -> float:
@@ -96,24 +136,29 @@ class PpoTrainer:
         rollout = self.rollout(batch)
         self.check_rollout(rollout)
         self.sft_length = self.sft_length or fmean(map(len, rollout.responses))
-        metrics = describe(rollout, self.sft_length) | {"kl_coef": self.kl_controller.kl_coef}
+        metrics = describe(rollout, self.sft_length, self.algorithm.has_critic)
+        metrics["kl_coef"] = self.kl_controller.kl_coef
         # 6. update
         metrics |= self.optimize(rollout)
         if world.size() > 1:
-            sums = [sum_of_trainable(model) for model in (self.roles.policy, self.roles.critic)]
-            weights = dict(zip(("policy weights", "critic weights"), sums, strict=True))
+            weights = {
+                f"{name} weights": sum_of_trainable(model) for name, model in self.trained.items()
+            }
             world.check_equal(f"update {self.updates + 1}", metrics | weights)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
     def sample_prompts(self) -> list[Episode]:
-        """1. Sample prompts: the next `batch_size` of an endless pass, reshuffled at each turn."""
-        while len(self.order) < self.params.batch_size:
+        """1. Sample prompts: the next ones of an endless pass, reshuffled at each turn, each
+        `samples_per_prompt` times.
+        """
+        samples = self.algorithm.samples_per_prompt
+        number = self.params.batch_size // samples
+        while len(self.order) < number:
             self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
-        chosen = self.order[: self.params.batch_size]
-        self.order = self.order[self.params.batch_size :]
-        return [self.prompts[i] for i in chosen]
+        chosen, self.order = self.order[:number], self.order[number:]
+        return [self.prompts[i] for i in chosen for _ in range(samples)]
 
     @torch.no_grad()
     def rollout(self, batch: list[Episode]) -> Rollout:
@@ -131,19 +176,18 @@ class PpoTrainer:
         )
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
-        # Reward model, reference, policy and critic run together per micro-batch, since the layers
-        # that they share run once. If one micro-batch is this process's part of a mini-batch that
-        # is the whole batch, its pass also serves the first optimizer step, since the weights are
-        # still the same; not of sharded models, since it may be so in some processes only.
+        # If one micro-batch is this process's part of a mini-batch that is the whole batch, its
+        # pass also serves the first optimizer step, since the weights are still the same; not of
+        # sharded models, since it may be so in some processes only.
         own: Indices = world.share(len(batch))
         one_pass = len(own) <= p.micro_batch_size and p.mini_batch_size == p.batch_size
         keep_gradients = one_pass and not roles.sharded
-        parts_and_own = [
-            (self.forward(self.pack_episodes(prompts, responses, episodes), keep_gradients), is_own)
-            for episodes, is_own in self.micro_batches(own, "scoring")
-        ]
-        outputs = gather_outputs(concat_outputs([part for part, is_own in parts_and_own if is_own]))
-
+        own_outputs = []
+        for episodes, is_own in self.micro_batches(own, "scoring"):
+            packed = self.pack_episodes(prompts, responses, episodes)
+            part, self.rollout_pass = roles.forward(packed, p.temperature, keep_gradients)
+            own_outputs += [part] if is_own else []
+        outputs = concat_outputs(own_outputs)
         sampler_log_ratio = roles.sampler_log_ratio(outputs.logprobs, outputs.mask)
 
         # 3. score: the reward model's calibrated score and the further rewards; an episode whose
@@ -167,16 +211,17 @@ class PpoTrainer:
             p, calibrated, parts, ended.to(calibrated.device), outputs.mask.sum(1)
         )
 
-        # 4. reference KL: a penalty per token
-        kl_coef = self.kl_controller.kl_coef
+        # 4. reference KL: a penalty per token, unless it is in the loss
+        kl_coef = 0.0 if self.algorithm.kl_in_loss else self.kl_controller.kl_coef
         rewards = F.token_rewards(
             scores, outputs.logprobs, outputs.ref_logprobs, outputs.mask, kl_coef
         )
 
         # 5. advantages
-        if p.whiten_rewards:
-            rewards = F.whiten(rewards, outputs.mask, shift_mean=False)
-        advantages, returns = F.gae(rewards, outputs.values, outputs.mask, p.gamma, p.lam)
+        groups = torch.tensor(kept, device=rewards.device) // self.algorithm.samples_per_prompt
+        advantages, returns = self.algorithm.advantages(
+            rewards, outputs.values, outputs.mask, groups
+        )
         return Rollout(
             rows=list(inputs.rows),
             prompts=prompts,
@@ -188,11 +233,11 @@ class PpoTrainer:
             failures=results.failures,
             calibrated=calibrated,
             scores=scores,
-            advantages=F.whiten(advantages, outputs.mask),
+            advantages=advantages,
             returns=returns,
             sampler_log_ratio=sampler_log_ratio,
             own=own,
-            **outputs._asdict(),
+            **vars(outputs),
         )
 
     def optimize(self, rollout: Rollout) -> dict[str, float]:
@@ -216,33 +261,6 @@ class PpoTrainer:
             optimizer.scheduler.step()
         rate = float(self.optimizers[0].scheduler.get_last_lr()[0])
         return {name: value / steps for name, value in totals.items()} | {"learning_rate": rate}
-
-    def forward(self, packed: Packed, keep_gradients: bool) -> RoleOutputs:
-        """Run the four roles on a micro-batch.
-
-        keep_gradients: keep the pass of policy and critic for the first optimizer step.
-        """
-        roles, temperature = self.roles, self.params.temperature
-        reference = roles.run_reference(packed)
-        raw_scores, critic_states = roles.raw_scores(packed, reference.shared)
-        with torch.set_grad_enabled(keep_gradients):
-            hidden = roles.policy_hidden(packed, reference.policy_states)
-            values = roles.values(packed, critic_states, hidden)
-            if keep_gradients:
-                logprobs = roles.logprobs(packed, hidden, temperature)
-                self.rollout_pass = RolloutPass(hidden, logprobs, values)
-        statistics = roles.compare(packed, hidden, reference.hidden, temperature)
-        return RoleOutputs(
-            raw_scores=raw_scores,
-            logprobs=statistics.logprobs,
-            entropies=statistics.entropies,
-            ref_logprobs=statistics.ref_logprobs,
-            kl=statistics.kl,
-            values=values.detach(),
-            mask=packed.response_mask,
-            policy_states=reference.policy_states,
-            critic_states=critic_states,
-        )
 
     def check_rollout(self, rollout: Rollout) -> None:
         """Check that the roles' outputs are finite, and before the first update `ratio` and KL."""
@@ -286,7 +304,7 @@ class PpoTrainer:
         return in_step(self.roles.policy, tracked(what, parts, len(parts), "micro-batches"), [0])
 
     def optimizer_step(
-        self, rollout: Rollout, mini_batch: list[int], rollout_pass: RolloutPass | None
+        self, rollout: Rollout, mini_batch: list[int], rollout_pass: Pass | None
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch; returns its metrics.
 
@@ -294,34 +312,100 @@ class PpoTrainer:
         processes it is computed. `rollout_pass`: used in place of a new forward pass, if given.
         """
         episodes = [i for i in mini_batch if i in rollout.own]
-        sums = {name: rollout.logprobs.new_zeros(()) for name in SHARES}
+        names = [n for n in SHARES if self.algorithm.has_critic or not n.startswith("value")]
+        sums = {name: rollout.logprobs.new_zeros(()) for name in names}
         for micro_batch, is_own in self.micro_batches(episodes, "gradients"):
             packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
-            shares = backward(
-                self.roles,
-                self.params,
-                rollout,
-                packed,
-                micro_batch,
-                mini_batch,
-                rollout_pass,
-                counts=is_own,
+            shares = self.backward(
+                rollout, packed, micro_batch, mini_batch, rollout_pass, float(is_own)
             )
             for optimizer in self.optimizers:
                 optimizer.accumulate_grads()
-            sums = {name: sums[name] + shares[name] for name in SHARES}
+            sums = {name: sums[name] + shares[name] for name in names}
         if world.size() > 1:
             grads = [grad for optimizer in self.optimizers for grad in optimizer.grads()]
             world.add_up([*sums.values(), *grads])
-        policy_norm, critic_norm = (
-            optimizer.clip(self.params.max_grad_norm) for optimizer in self.optimizers
-        )
-        sums |= {"policy_grad_norm": policy_norm, "critic_grad_norm": critic_norm}
+        for name, optimizer in zip(self.trained, self.optimizers, strict=True):
+            sums[f"{name}_grad_norm"] = optimizer.clip(self.params.max_grad_norm)
         # before the weights change, so that a diverged run keeps its last good weights
         check_finite(sums, self.updates + 1)
         for optimizer in self.optimizers:
             optimizer.step()
         return {name: float(value) for name, value in sums.items()}
+
+    def backward(
+        self,
+        rollout: Rollout,
+        packed: Packed,
+        micro_batch: Indices,
+        mini_batch: list[int],
+        rollout_pass: Pass | None,
+        weight: float,
+    ) -> dict[str, Tensor]:
+        """Accumulate the gradients of a micro-batch: of the policy, then of the critic, so that the
+        activations of only one of them are in memory.
+
+        Args:
+            rollout: all episodes of the update.
+            packed: the micro-batch's episodes.
+            micro_batch, mini_batch: indices of their episodes. Losses are means over mini_batch.
+            rollout_pass: used in place of a new forward pass, if given.
+            weight: 0: the passes run, but gradients and shares are 0.
+
+        Returns:
+            SHARES: the micro-batch's share of each metric of the mini-batch.
+        """
+        roles, p = self.roles, self.params
+        tokens, episodes = rollout.mask[mini_batch].sum(), len(mini_batch)
+        # a micro-batch is only as wide as its own longest response
+        mask, width = packed.response_mask, packed.response_mask.shape[1]
+        old_logprobs, ref_logprobs, old_values, advantages, returns = (
+            column[micro_batch, :width]
+            for column in (
+                *(rollout.logprobs, rollout.ref_logprobs, rollout.values),
+                *(rollout.advantages, rollout.returns),
+            )
+        )
+        if rollout_pass:
+            hidden, logprobs, values = rollout_pass
+        else:
+            hidden = roles.policy_hidden(packed, [rollout.policy_states[i] for i in micro_batch])
+            logprobs = roles.logprobs(packed, hidden, p.temperature)
+        losses, clipped = self.algorithm.loss(
+            logprobs, old_logprobs, advantages, mask, self.algorithm.cliprange
+        )
+        count = tokens if losses.dim() == 2 else episodes  # per token, or per episode
+        policy_loss, clip_fraction = losses.sum() / count, clipped.sum() / count
+        loss = policy_loss
+        if p.entropy_coef:
+            entropies = roles.entropies(packed, hidden, p.temperature)
+            loss = loss - p.entropy_coef * entropies.sum() / tokens
+        ratio = (logprobs - old_logprobs).exp() * mask
+        if self.algorithm.kl_in_loss:
+            kl = (F.kl_k3(logprobs, ref_logprobs) * ratio).sum(1) / mask.sum(1)
+            loss = loss + self.kl_controller.kl_coef * kl.sum() / episodes
+        shares = {
+            "policy_loss": policy_loss,
+            "clip_fraction": clip_fraction,
+            "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
+            "ratio_mean": ratio.sum() / tokens,
+        }
+        # a critic that is a head on the policy has one backward pass with it
+        if roles.critic_view or not self.algorithm.has_critic:
+            (weight * loss).backward()
+            loss = torch.zeros_like(loss)
+        if self.algorithm.has_critic:
+            if not rollout_pass:
+                states = [rollout.critic_states[i] for i in micro_batch]
+                values = roles.values(packed, states, hidden)
+            value_losses, value_clipped = F.value_loss(
+                values, old_values, returns, p.cliprange_value
+            )
+            value_loss = (value_losses * mask).sum() / tokens
+            (weight * (loss + p.vf_coef * value_loss)).backward()
+            shares["value_loss"] = value_loss
+            shares["value_clip_fraction"] = (value_clipped * mask).sum() / tokens
+        return {name: weight * share.detach() for name, share in shares.items()}
 
     def state(self) -> StateDict:
         """Everything that the next update depends on, for `load_state`.
@@ -335,7 +419,6 @@ class PpoTrainer:
             "kl_coef": self.kl_controller.kl_coef,
             "optimizers": [optimizer.state() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
-            "random": random_state(),
             "rewards": self.roles.rewards.state(),
         }
 
@@ -346,7 +429,6 @@ class PpoTrainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state(saved)
         self.generator.set_state(state["generator"])
-        set_random_state(state["random"])
         self.roles.rewards.load_state(state["rewards"])
 
 
@@ -364,3 +446,100 @@ def draw_mini_batches(count: int, size: int, generator: torch.Generator) -> list
     groups = torch.rand(-(-count // number), number, generator=generator).argsort(1)
     episodes = groups + number * torch.arange(len(groups))[:, None]
     return [column[column < count].tolist() for column in episodes.T]
+
+
+def describe(rollout: Rollout, sft_length: float, has_critic: bool = True) -> dict[str, float]:
+    """Metrics of a rollout: scores, KL (nats per sequence, and over the length of SFT's responses,
+    `sft_length` tokens, with its standard error), entropy (nats per token), length (tokens),
+    critic.
+    """
+    kl, kl_error = mean_with_error(rollout.sequence_kl.tolist())
+    metrics = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    if rollout.sampler_log_ratio is not None:
+        metrics = {"sampler_log_ratio": rollout.sampler_log_ratio} | metrics
+    if rollout.failed_share is not None:
+        metrics["reward_failed_share"] = rollout.failed_share
+    metrics |= {
+        "score_mean": float(rollout.calibrated.mean()),
+        "score_std": float(rollout.calibrated.std()),
+        "reward_mean": float(rollout.scores.mean()),
+        "reward_std": float(rollout.scores.std()),
+        "kl": kl,
+        "kl_per_token": kl / sft_length,
+        "kl_per_token_se": kl_error / sft_length,
+        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
+        "response_length": fmean(rollout.mask.sum(1).tolist()),
+        "eos_rate": float(rollout.ended.float().mean()),
+    }
+    if has_critic:
+        metrics |= {
+            "explained_variance": F.explained_variance(
+                rollout.values, rollout.returns, rollout.mask
+            ),
+            "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
+            "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
+        }
+    return metrics
+
+
+def check_finite(tensors: dict[str, Tensor], update: int) -> None:
+    """
+    Args:
+        tensors: of any shape, by name.
+        update: the number of the current update, from 1.
+
+    Raises:
+        Diverged: names the tensors with NaN or infinite values, and the next step.
+    """
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        fix = (
+            "look at the reward model's scores (rounds/<round>/reward)"
+            if "raw_scores" in bad
+            else "lower ppo.learning_rate"
+        )
+        raise Diverged(
+            f"update {update}: {', '.join(bad)} not finite; the step was not applied "
+            f"and the last saved state is kept. Next: {fix}"
+        )
+
+
+def check_initial_ratio(
+    roles: Roles, micro_batches: list[Packed], spare: Packed, rollout: Rollout, temperature: float
+) -> None:
+    """Before the first update, the policy on shared states and the policy run as a whole must
+    agree; and so must policy and reference, unless the policy starts from other weights.
+
+    Args:
+        roles: the models.
+        micro_batches: this process's episodes of the rollout.
+        spare: any episode, for `in_step`.
+        rollout: the first one.
+        temperature: divides the logits.
+
+    Raises:
+        RondoError: they differ, because of dropout, a wrong mask, temperature or padding, or a
+            model that cannot be split into layers. PPO would train on noise.
+    """
+    tolerance = 0.05 if unwrap_peft(roles.policy).dtype is torch.bfloat16 else 1e-3
+    log_ratio_to_reference = (rollout.logprobs - rollout.ref_logprobs).abs().max()
+    kl = float(log_ratio_to_reference) if roles.starts_as_reference else 0.0
+    error = 0.0  # of a process whose episodes all failed
+    batches = tracked("checking", micro_batches, len(micro_batches), "micro-batches")
+    parts = [
+        (roles.whole_logprobs(packed, temperature), is_own)
+        for packed, is_own in in_step(roles.policy, batches, spare)
+    ]
+    if micro_batches:
+        whole_logprobs = concat_padded([logprobs for logprobs, is_own in parts if is_own])
+        width, own = whole_logprobs.shape[1], list(rollout.own)
+        logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
+        log_ratio = (whole_logprobs - logprobs)[mask]
+        error = float((log_ratio.exp() - 1).abs().max())
+    ratio_error = float(torch.tensor(world.gather([error])).max())  # NaN, if one is
+    if not (kl <= tolerance and ratio_error <= tolerance):
+        raise RondoError(
+            "ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by "
+            f"{ratio_error:.3g} and {kl:.3g} nats (at most {tolerance}); look for dropout, a "
+            "changed prompt template or padding"
+        )

@@ -2,16 +2,26 @@
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.lora import add_adapters
 from stages.ppo.trainer.roles import Roles, ValueHead
 from tests.stages.ppo.stage_process import OUTPUTS, double_prompts
+
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 2,
+    "total_episodes": 16,
+    "save_updates": 2,
+    "max_kl_per_token": 1000.0,
+}
 
 
 class ByteTokenizer:
@@ -65,6 +75,21 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
             tokenizer=ByteTokenizer(),
             reward_model=reward if value_head else None,
             gradient_checkpointing=gradient_checkpointing,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_params(make_round) -> Callable[..., Params]:
+    """A round without a policy; `section`: keys of the algorithm's section, `ppo`: of `ppo`."""
+
+    def make(algorithm: str, section: dict | None = None, **ppo: object) -> Params:
+        params = make_round("r0", 1.0).model_dump()
+        shutil.rmtree(Path("rounds/r0/ppo"))
+        sections = {} if algorithm == "ppo" else {algorithm: params[algorithm] | (section or {})}
+        return check_params(
+            params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | sections, "test"
         )
 
     return make

@@ -33,6 +33,7 @@ from stages.lib.core.params.evaluation import (
 from stages.lib.core.params.gates import GatesParams
 from stages.lib.core.params.judging import AnnotateParams, EndpointParams, JudgeName
 from stages.lib.core.params.policy import (
+    OFFLINE,
     Algorithm,
     BestOfNParams,
     Critic,
@@ -132,7 +133,7 @@ class Params(ParamsSection):
     @model_validator(mode="after")
     def processes_have_work(self) -> "Params":
         number = self.launcher.processes
-        if number > self.ppo.mini_batch_size and self.algorithm is Algorithm.ppo:
+        if number > self.ppo.mini_batch_size and self.algorithm not in OFFLINE:
             raise ValueError(
                 f"launcher.processes {number} is more than ppo.mini_batch_size "
                 f"{self.ppo.mini_batch_size}: some would have no episode"
@@ -244,15 +245,12 @@ class Params(ParamsSection):
 
     @model_validator(mode="after")
     def groups_divide(self) -> "Params":
-        online: dict[Algorithm, OnlineParams] = {
-            Algorithm.rloo: self.rloo,
-            Algorithm.grpo: self.grpo,
-        }
-        name, size = self.algorithm, self.ppo.batch_size
-        if name in online and size % online[name].num_generations:
+        name, size = self.algorithm.value, self.ppo.batch_size
+        own = getattr(self, name)
+        if isinstance(own, OnlineParams) and size % own.num_generations:
             raise ValueError(
                 f"ppo.batch_size {size} must be a multiple of "
-                f"{name.value}.num_generations {online[name].num_generations}"
+                f"{name}.num_generations {own.num_generations}"
             )
         return self
 

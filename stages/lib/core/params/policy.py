@@ -21,6 +21,9 @@ class Algorithm(str, Enum):
     best_of_n = "best_of_n"
 
 
+OFFLINE = (Algorithm.dpo, Algorithm.best_of_n)  # the others train on the policy's own responses
+
+
 class OfflineParams(ParamsSection):
     """An algorithm that trains on texts that exist before training starts."""
 

@@ -10,8 +10,8 @@ from stages.lib.core.params import Params
 from stages.ppo.__main__ import main
 
 FOLDER = Path("rounds/r0/ppo")
-# best_of_n, rloo and grpo: epochs of two updates. So the state after the second update is saved at
-# the end of an epoch, and that after the third within one.
+# best_of_n: epochs of two updates. So the state after the second update is saved at the end of an
+# epoch, and that after the third within one.
 SECTIONS = {
     "best_of_n": {"n": 2, "per_device_train_batch_size": 2, "num_train_epochs": 3},
     "dpo": {"per_device_train_batch_size": 5, "num_train_epochs": 2},

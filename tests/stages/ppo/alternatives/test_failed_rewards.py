@@ -1,4 +1,4 @@
-"""PPO's alternatives leave out responses whose further rewards failed."""
+"""RLOO, GRPO and best-of-n leave out responses whose further rewards failed."""
 
 import math
 import time
@@ -10,16 +10,15 @@ import torch
 from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import padding_free
-from stages.ppo.alternatives import grpo, rloo
 from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
 from stages.ppo.common import reward_server
-from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
+from tests.stages.ppo.stage_process import double_prompts
+from tests.stages.ppo.trainer.test_online import make_trainer
 
-KINDS = {"rloo": rloo, "grpo": grpo}
 ONLY_FURTHER = {"reward_weight": 0.0, "missing_eos_penalty": 0.0, "score_clip": 100.0}
 
 
@@ -39,9 +38,9 @@ def write_function(tmp_path, monkeypatch):
     ("algorithm", "expected"),
     [
         # less the mean of the others
-        ("rloo", [-4.5, 0.0, 0.0, 4.5, -4 / 3, -4 / 3, -4 / 3, 4.0]),
+        ("rloo", [-4.5, 0.0, 4.5, -4 / 3, -4 / 3, -4 / 3, 4.0]),
         # less the mean of 3 and of 2, divided by the standard deviation of 3 and of 2
-        ("grpo", [-1.0, 0.0, 0.0, 1.0, -0.5, -0.5, -0.5, 1.5]),
+        ("grpo", [-1.0, 0.0, 1.0, -0.5, -0.5, -0.5, 1.5]),
     ],
 )
 def test_the_others_of_a_group_are_compared_without_a_failed_one(
@@ -49,27 +48,17 @@ def test_the_others_of_a_group_are_compared_without_a_failed_one(
 ):
     rewards = write_function(f"one_fails_{algorithm}", "[0, None, 3, 6, 1, 1, 1, 5]")
     ppo = {"rewards": rewards, "max_failed_rewards": 0.125, **ONLY_FURTHER}
+    ppo |= {"batch_size": 8, "mini_batch_size": 8}
     params = make_params(algorithm, {"num_generations": 4, "beta": 0.0}, **ppo)
-    context = load(params, "r0")
-    trainer = KINDS[algorithm].make_trainer(context)
-    callback = trainer.policy_callback
-    policy = callback.trained_policy = TrainedPolicy(trainer.model, context)
-    callback.selector = PolicySelector(
-        policy, context.held_out, context.judge, context.params.ppo, seed=0
-    )
-    sft_length = callback.selector.validate(0).length
-    batch = [trainer.train_dataset[index] for index in (0, 0, 0, 0, 1, 1, 1, 1)]
-    trainer.model.train()
-    with padding_free(trainer.model):
-        outputs = trainer._generate_and_score_completions(batch)
-    assert outputs["advantages"].tolist() == pytest.approx(expected, abs=1e-3)
-    assert [row["score_mine"] for row in callback.scored.rows] == [0, 3, 6, 1, 1, 1, 5]
-    ids = [context.prompts[index][0]["id"] for index in (0, 0, 0, 1, 1, 1, 1)]
-    assert [row["id"] for row in callback.scored.rows] == ids
-    metrics = callback.describe()
+    double_prompts()
+    trainer = make_trainer(params)
+    batch = trainer.sample_prompts()
+    rollout = trainer.rollout(batch)
+    assert rollout.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
+    assert rollout.rows == [batch[index][0] for index in (0, 2, 3, 4, 5, 6, 7)]
+    metrics = describe(rollout, 1.0, has_critic=False)
     assert metrics["reward_failed_share"] == 0.125
     assert metrics["reward_mean"] == pytest.approx(17 / 7)
-    assert metrics["kl_per_token"] == metrics["kl"] / sft_length
 
 
 def test_best_of_n_chooses_among_the_others(make_params, write_function, capsys):

@@ -16,8 +16,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
-from stages.ppo.trainer.rollout import Rollout
-from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
+from stages.ppo.trainer.update import PpoTrainer, Rollout, draw_mini_batches
 
 PARAMS = PpoParams(
     batch_size=8,

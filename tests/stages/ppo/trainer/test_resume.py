@@ -13,6 +13,7 @@ import yaml
 
 from stages.assets.inputs import main as inputs
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.policy import Algorithm
 from stages.ppo.__main__ import main
 from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.stage_process import (
@@ -104,11 +105,15 @@ def with_ppo(params: Params, **changes: object) -> Params:
     )
 
 
-def test_updates_after_the_last_saved_state_are_made_again(make_round, monkeypatch, capsys):
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_updates_after_the_last_saved_state_are_made_again(
+    make_round, monkeypatch, capsys, algorithm
+):
     """The state is saved after every fourth update: a run that is killed in the sixth one continues
     with the fifth. The reward model is the judge here, so that a trained policy is kept.
     """
     params = with_ppo(make_round("r0", 1.0), resume_updates=4)
+    params = params.model_copy(update={"algorithm": Algorithm(algorithm)})
     shutil.copytree("rounds/r0/reward/model", "judge")
     params.evaluate.judges = ["judge"]
     inputs(params, "r0")

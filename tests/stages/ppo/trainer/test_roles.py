@@ -26,7 +26,7 @@ def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, va
     attach_ensemble(reward_model, [second])
     roles.__post_init__()  # counts the layers that all models share
     packed = pack(PROMPTS, RESPONSES, torch.device("cpu"))
-    scores, _ = roles.raw_scores(packed, roles.run_reference(packed).shared)
+    scores, _ = roles.raw_scores(packed, roles.run_reference(packed)[2])
     # both are calibrated by mean 0 and standard deviation 1
     expected = [
         (score + second(torch.tensor([ids])).logits.item()) / 2

@@ -20,7 +20,7 @@ from stages.ppo.common.health import (
     no_movement,
 )
 from stages.ppo.common.policy_selection import PolicySelector
-from stages.ppo.trainer.checks import check_clip_range
+from stages.ppo.trainer.loop import check_clip_range
 from stages.ppo.trainer.update import PpoTrainer
 
 PROMPTS = [[5 + i % 7, 6, 7][: 1 + i % 3] for i in range(16)]

@@ -11,8 +11,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.trainer.rollout import describe
-from stages.ppo.trainer.update import PpoTrainer
+from stages.ppo.trainer.update import PpoTrainer, describe
 from tests.stages.ppo.trainer import trl_1_12 as trl
 
 PARAMS = PpoParams(

@@ -14,10 +14,9 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import Packed
-from stages.ppo.trainer.checks import check_initial_ratio
-from stages.ppo.trainer.gradients import mean_policy_loss
+from stages.ppo.trainer.advantages import ppo
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
+from stages.ppo.trainer.update import PpoTrainer, check_initial_ratio, draw_mini_batches
 
 REWARDED_TOKEN, EOS = 7, 2
 SETTINGS = {
@@ -92,10 +91,8 @@ def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(role
 
 def test_the_sequence_level_loss_has_a_clip_range_of_its_own():
     params = PpoParams(**SETTINGS, loss_level="sequence", cliprange=9.0, cliprange_sequence=0.1)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    loss, clipped = mean_policy_loss(
-        params, torch.full((1, 2), 0.5), torch.zeros(1, 2), torch.ones(1, 2), mask, mask.sum(), 1
-    )
+    algorithm, ones = ppo(params), torch.ones(1, 2)
+    loss, clipped = algorithm.loss(0.5 * ones, 0 * ones, ones, ones.bool(), algorithm.cliprange)
     # the ratio is exp(0.5), clipped to 1.1
     assert (loss.item(), clipped.item()) == (pytest.approx(-1.1), 1.0)
 
@@ -195,10 +192,10 @@ def test_the_critic_without_its_adapter_is_the_reward_model(roles, tiny_reward_m
     packed = trainer.pack_episodes([[5, 6]], [[7, 8, 2]], range(1))
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
     with torch.no_grad():
-        reference = roles.run_reference(packed)
-        scores, entering = Roles.raw_scores(roles, packed, reference.shared)
+        hidden, _, shared = roles.run_reference(packed)
+        scores, entering = Roles.raw_scores(roles, packed, shared)
         assert scores.item() == pytest.approx(score, abs=1e-5)
-        values = roles.values(packed, entering, reference.hidden)
+        values = roles.values(packed, entering, hidden)
         assert values[0, -1].item() != pytest.approx(score, abs=1e-3)
 
 
