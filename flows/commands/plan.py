@@ -20,7 +20,7 @@ from flows.execution.memory import Limits
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
-from stages.lib.core.params.openrlhf import OPENRLHF
+from stages.lib.core.params.engines import settings_to_change
 from stages.lib.core.params.policy import Algorithm, Engine, PpoParams
 
 RATES = ("learning_rate", "critic_learning_rate")
@@ -213,7 +213,7 @@ def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, A
         "ppo.engine_options": options | {"vllm.tensor_parallel_size": plan.tensor_parallel},
     }
     if ppo.engine is not Engine.openrlhf:
-        changes |= {"ppo.engine": Engine.openrlhf.value, **OPENRLHF.settings_to_change(ppo)}
+        changes |= {"ppo.engine": Engine.openrlhf.value, **settings_to_change("openrlhf", ppo)}
     if ppo.lora.r:
         changes |= _rates(read_preset(Engine.openrlhf.value)["ppo"], request)
     return _algorithm(params) | changes

@@ -20,8 +20,8 @@ from flows.execution.memory import Limits, MemoryModel
 from flows.execution.model_shape import ModelShape
 from flows.execution.text_lengths import Batch
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.openrlhf import GPU_MEMORY_UTILIZATION
 from stages.lib.core.params.shared import LoraParams
+from stages.ppo.engines.openrlhf import GPU_MEMORY_UTILIZATION
 
 FROZEN, TRAINED, LOGIT = 2, 16, 10  # bytes
 RESERVED = 0.1  # share of a GPU for the CUDA context, NCCL and fragments
