@@ -17,14 +17,14 @@ if [ ! -e "$work/ray/complete" ]; then
     touch "$work/ray/complete"
 fi
 wheel() { # of an engine, in the recorded version
-    version=$(.venv/bin/python -c "from stages.lib.core.params.engines import ENGINES; print(ENGINES['$1'].version)")
+    version=$(.venv/bin/python -c "from stages.ppo.engines import JOBS; print(JOBS['$1'].version)")
     ls "$work/$1-$version"-*.whl >/dev/null 2>&1 ||
         .venv/bin/pip download --quiet --no-deps --only-binary :all: --python-version 3.11 --dest "$work" "$1==$version"
     ls "$work/$1-$version"-*.whl
 }
 OPENRLHF_WHEEL=$(wheel openrlhf)
 VERL_WHEEL=$(wheel verl)
-version=$(.venv/bin/python -c "from stages.lib.core.params.nemo_rl import NEMO_RL; print(NEMO_RL.version)")
+version=$(.venv/bin/python -c "from stages.ppo.engines import JOBS; print(JOBS['nemo_rl'].version)")
 NEMO_RL=$work/nemo_rl-$version # it has no wheel
 [ -d "$NEMO_RL" ] || git clone --quiet --depth 1 --branch "v$version" https://github.com/NVIDIA-NeMo/RL "$NEMO_RL"
 export OPENRLHF_WHEEL VERL_WHEEL NEMO_RL

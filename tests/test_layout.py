@@ -243,7 +243,6 @@ def test_an_edit_in_core_that_can_change_outputs_reruns_all_stages(name: str, co
     [
         ("stages/__init__.py", set(TRACKED_STAGES)),
         ("stages/ppo/engines/verl.py", set()),
-        ("stages/lib/core/params/verl.json", set()),
         ("stages/lib/core/errors.py", set()),
         ("stages/lib/core/progress.py", set()),
         (

@@ -22,6 +22,7 @@ from stages.lib.core.params.policy import Algorithm, Engine
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.ram import ram_bytes
 from stages.lib.core.ray.cluster import RayCluster
+from stages.ppo.engines.check import check_on_cluster
 from stages.ppo.engines.job import check_installed
 
 ADAPTER_BYTES = 4  # per weight: adapters are float32
@@ -33,6 +34,7 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     """Log what the stages of `waiting` need; `addresses` are all stages of the run.
 
     Raises:
+        BadInput: an engine refuses its options.
         OutOfMemory: the weights and states of a stage do not fit.
         RondoError: there is no room for the models on disk, there are too few GPUs, or an engine's
             metrics could not be read.
@@ -40,7 +42,7 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     """
     gpus.check_enough(params, waiting)
     stages = list(dict.fromkeys(split_address(name)[0] for name in addresses if name in waiting))
-    check_cluster(params, stages, log)
+    check_cluster(params, stages, waiting, log)
     if not waiting:
         log(f"to do: nothing; all {len(addresses)} stages are up to date")
         return
@@ -64,20 +66,25 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     check_disk(params, waiting, shape, log)
 
 
-def check_cluster(params: Params, stages: Iterable[str], log: LogLine) -> None:
+def check_cluster(params: Params, stages: Iterable[str], waiting: set[str], log: LogLine) -> None:
     """Log what would run on the Ray cluster.
 
     Raises:
         Unreachable: it does not answer.
+        BadInput: an engine refuses its options.
         RondoError: an engine's metrics could not be read.
     """
     there = [stage for stage in SHARED if stage in stages and params.cluster(stage)]
-    if params.ppo.engine is not Engine.local and "ppo" in stages:
+    by_engine = params.ppo.engine is not Engine.local and "ppo" in stages
+    if by_engine:
         check_installed()
         there.append(f"ppo by {params.ppo.engine.value}")
     if there:
         cluster = RayCluster(str(params.launcher.ray_address))
         log(f"on Ray {cluster.version} at {cluster.address}: {', '.join(there)}")
+        if by_engine:
+            round_ = next(name for name in params.rounds if f"ppo@{name}" in waiting)
+            log(check_on_cluster(params, round_, cluster))
 
 
 def log_times(addresses: list[str], log: LogLine) -> None:

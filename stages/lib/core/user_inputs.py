@@ -4,8 +4,7 @@ dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
 (ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them), `constitution`
-(annotate.constitution) and `engine` (ppo.engine): the code that only a run with an engine executes,
-which .dvcignore hides from the other runs.
+(annotate.constitution) and `engine` (ppo.engine): the code that only a run with an engine executes.
 """
 
 import json
@@ -25,10 +24,7 @@ INPUTS = ASSETS / "inputs"
 HASHES = WORK / "input_hashes.json"  # of unchanged files, so that large files are read once
 
 PRIMARY_JUDGE = "evaluate.judges[0]"
-ENGINE_CODE = (
-    "stages/ppo/engines/*.py",
-    *(f"stages/lib/core/params/{name}.*" for name in ("engine*", "nemo_rl", "openrlhf", "verl")),
-)
+ENGINE_CODE = Path("stages/ppo/engines")  # .dvcignore hides it from the other runs
 VERDICT_SETTINGS = ("base_url", "model", "rubric", "max_completion_tokens")
 
 Hashes = dict[str, str | None]  # sha256 by path; None: no file or folder here, e.g. a hub id
@@ -72,7 +68,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
 
 def engine_code(root: Path = Path()) -> list[Path]:
     """The files that only a run with an engine executes, relative to the project's folder."""
-    return sorted(path.relative_to(root) for pattern in ENGINE_CODE for path in root.glob(pattern))
+    return sorted(path.relative_to(root) for path in (root / ENGINE_CODE).glob("*.py"))
 
 
 def _constitution(params: Params) -> list[Path]:

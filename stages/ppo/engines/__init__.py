@@ -13,12 +13,16 @@ from stages.ppo.engines.nemo_rl import NemoRlJob
 from stages.ppo.engines.openrlhf import OpenRlhfJob
 from stages.ppo.engines.verl import VerlJob
 
-JOBS: dict[str, type[EngineJob]] = {
-    kind.settings.name: kind for kind in (OpenRlhfJob, VerlJob, NemoRlJob)
-}
+JOBS: dict[str, type[EngineJob]] = {kind.name: kind for kind in (OpenRlhfJob, VerlJob, NemoRlJob)}
 
 
 def make_job(params: Params, round_: str, folder: Path) -> EngineJob:
-    """The job of a round, in the folder of its run."""
+    """The job of a round, in the folder of its run.
+
+    Raises:
+        BadInput: `ppo.engine_options` or the batches do not suit the engine.
+    """
     sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
-    return JOBS[params.ppo.engine.value](params, folder / "engine", sft, reward)
+    job = JOBS[params.ppo.engine.value](params, folder / "engine", sft, reward)
+    job.check()
+    return job

@@ -1,20 +1,24 @@
 """What the engines' jobs have in common: files, inputs, command, metrics."""
 
 import random
+import re
 import shlex
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import write_json
 from stages.lib.core.params import Params
-from stages.lib.core.params.engine_settings import EngineSettings
+from stages.lib.core.params.engines import Options
 from stages.lib.core.types import StepMetrics
 from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.ppo.common.episodes import Episode, planned_updates
 
+CHECK = Path(__file__).with_name("rondo_check.py")
 MISSING = "reading an engine's metrics needs tensorboard: pip install -e '.[engines]'"
 
 
@@ -28,20 +32,26 @@ class EngineJob(ABC):
         reward: folder of the reward model, from which the critic starts, too.
 
     Attributes:
-        settings: of the engine.
-        package: of the engine, as pip names it. module: its command.
+        name: value of `ppo.engine`, and the engine's package, as pip names it.
+        title: as its authors write it.
+        version: the only one that is known.
+        needed: options that Rondo needs as they are, or all options below a name; free: which of
+            those the user may set all the same.
         tags: the engine's names of metrics; Rondo's names.
         last_tag: what the engine writes some time after the other metrics of an update; "": it
             writes all of them one after the other.
         next_run: what the run after a failed job does.
-        record: the jobs of this run. log: the engine's output.
+        record: the jobs of this run. log: the engine's output. refusal: why it cannot read its
+            options, in its own words.
         states: checkpoints, from which the engine resumes. events: folder of TensorBoard's files.
         critic: the trained critic; None: there is none.
     """
 
-    settings: ClassVar[EngineSettings]
-    package: ClassVar[str]
-    module: ClassVar[str]
+    name: ClassVar[str]
+    title: ClassVar[str]
+    version: ClassVar[str]
+    needed: ClassVar[Collection[str]]
+    free: ClassVar[Collection[str]] = ()
     tags: ClassVar[Mapping[str, str]]
     last_tag: ClassVar[str] = ""
     next_run: ClassVar[str] = "continues from the engine's last checkpoint"
@@ -50,8 +60,56 @@ class EngineJob(ABC):
         self.params, self.folder = params, folder.resolve()
         self.sft, self.reward = sft.resolve(), reward.resolve()
         self.record, self.log = self.folder / "job.json", self.folder / "engine.log"
+        self.refusal = self.folder / "refusal.txt"
         self.states, self.events = self.folder / "states", self.folder / "tensorboard"
         self.critic: Path | None = None
+
+    @abstractmethod
+    def placement(self) -> Options:
+        """Where the models run: all of them on all GPUs, by turns. The user's options replace
+        these.
+        """
+
+    @abstractmethod
+    def chosen(self) -> dict[str, Any]:
+        """The options that Rondo sets."""
+
+    def options(self) -> dict[str, Any]:
+        """All options of a job that begins, or that continues from the last checkpoint in `states`,
+        if the engine can.
+        """
+        return self.placement() | self.params.ppo.engine_options | self.chosen()
+
+    @abstractmethod
+    def workers(self) -> dict[str, int]:
+        """The data-parallel workers of each role that is trained; 0: it has no GPU."""
+
+    def check(self) -> None:
+        """
+        Raises:
+            BadInput: Rondo sets an option of the user, or needs it as it is; or the workers do not
+                get whole micro-batches, which the engine would find after it has loaded the models.
+        """
+        ppo = self.params.ppo
+        may_set = dict.fromkeys(self.needed, False) | dict.fromkeys(self.free, True)
+        may_set |= dict.fromkeys(self.chosen(), False)
+        for option in ppo.engine_options:
+            name = option.lstrip("+~")  # of Hydra
+            above = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
+            known = [place for place in above if place in may_set]
+            if known and not may_set[max(known, key=len)]:
+                raise BadInput(
+                    f"ppo.engine_options.{option}: Rondo sets it by other keys of params.yaml "
+                    "(docs/engines.md), or needs it as it is: remove it here"
+                )
+        for role, workers in self.workers().items():
+            if not workers or ppo.mini_batch_size % (ppo.micro_batch_size * workers):
+                raise BadInput(
+                    f"ppo.engine {self.name}: ppo.mini_batch_size {ppo.mini_batch_size} must be a "
+                    f"multiple of ppo.micro_batch_size {ppo.micro_batch_size} times the {workers} "
+                    f"data-parallel workers of the {role}: change them, or launcher.nodes and "
+                    "launcher.gpus_per_node"
+                )
 
     def write_inputs(self, episodes: Sequence[Episode], tokenizer: Any) -> int:
         """Write the prompts of all updates, in passes over all prompts, each in an order of its
@@ -66,7 +124,7 @@ class EngineJob(ABC):
         Raises:
             BadInput: all of them would be.
         """
-        params, name = self.params, self.settings.name
+        params, name = self.params, self.name
         prompts = [row["prompt"] for row, _ in episodes]
         texts = [prompt_text(tokenizer, prompt, params) for prompt in prompts]
         ids = tokenizer(texts, add_special_tokens=False).input_ids
@@ -94,31 +152,43 @@ class EngineJob(ABC):
 
     @abstractmethod
     def arguments(self) -> list[str]:
-        """The words after the program: all options of a job that begins, or that continues from
-        the last checkpoint in `states`, if the engine can.
-        """
+        """The options as the engine's command reads them."""
 
+    @abstractmethod
     def words(self) -> list[str]:
         """The engine's command."""
-        return ["python3", "-m", self.module, *self.arguments()]
 
     def command(self) -> str:
-        """The shell command of a job, which refuses another version of the engine, and whose
-        output also goes to `log`.
+        """The shell command of a job: the engine's check of its options, and the engine."""
+        return self._in_folder(f"python3 {CHECK.name} && {shlex.join(self.words())}")
+
+    def check_command(self) -> str:
+        """The shell command of a job that checks the options alone."""
+        return self._in_folder(f"python3 {CHECK.name}")
+
+    def _in_folder(self, command: str) -> str:
+        """The command in the job's folder, from which Ray's workers import; its output also goes to
+        `log`. What the check reads is written there.
         """
-        package, version = self.package, self.settings.version
-        check = (
-            f"import sys; from importlib.metadata import version; v = version('{package}'); "
-            f"sys.exit(0 if v.partition('+')[0] == '{version}' else "  # +: of which commit
-            f"f'the Ray cluster has {package} {{v}}, and Rondo needs {version}')"
-        )
-        # in the job's folder: from there Ray's workers can import, and an engine may write there
-        run = (
-            f"cd {shlex.quote(str(self.folder))} && python3 -c {shlex.quote(check)} && "
-            f"{shlex.join(self.words())}"
-        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        check = {"engine": self.name, "expected": self.version, "options": self.arguments()}
+        write_json(self.folder / CHECK.with_suffix(".json").name, check)
+        shutil.copy(CHECK, self.folder)
+        run = f"cd {shlex.quote(str(self.folder))} && {command}"
         line = f"{{ {run}; }} 2>&1 | tee -a {shlex.quote(str(self.log))}"
         return f"bash -o pipefail -c {shlex.quote(line)}"
+
+    def raise_refusal(self) -> None:
+        """
+        Raises:
+            BadInput: the engine has refused the options of the last job.
+        """
+        if self.refusal.exists():
+            raise BadInput(
+                f"ppo.engine {self.name}: {self.title} {self.version} refuses its options: "
+                f"{self.refusal.read_text().strip()}\nNext: mend ppo.engine_options, or the key of "
+                "params.yaml that sets this option (docs/engines.md)"
+            )
 
     @abstractmethod
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
@@ -210,3 +280,39 @@ def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
     others = {name: value for name, value in metrics.items() if name != "truncated_rate"}
     truncated = metrics.get("truncated_rate")
     return others if truncated is None else others | {"eos_rate": 1 - truncated}
+
+
+def count(options: Mapping[str, Any], name: str) -> int:
+    """The value of an option that counts something; 1 if it does not, which the engine refuses."""
+    value = options.get(name, 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def hydra_value(value: Any) -> str:
+    """A value of JSON in the grammar of Hydra's overrides, which verl and NeMo RL read.
+
+    >>> print(hydra_value("it's"), hydra_value(True), hydra_value(0.5), hydra_value(["a", 1]))
+    'it\\'s' true 0.5 ['a',1]
+    >>> print(hydra_value({"a": None}))
+    {a:null}
+    """
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{hydra_value(item)}' for key, item in value.items())}}}"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    # backslashes count only before a quote, and before the closing one
+    text = re.sub(
+        r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), str(value)
+    )
+    return f"'{text}'"
+
+
+def hydra_words(options: Mapping[str, Any]) -> list[str]:
+    """Hydra's overrides; a name that begins with `+` adds a key that the config does not have."""
+    return [f"{name}={hydra_value(value)}" for name, value in options.items()]

@@ -5,6 +5,7 @@ Read in the source of the version that is recorded: `nemo_rl/algorithms/ppo.py`,
 `experience/rollouts.py`.
 """
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +13,36 @@ from typing import Any
 
 from stages.lib.core.files import read_json, write_json, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.params.nemo_rl import NEMO_RL, REWARD
+from stages.lib.core.params.engines import Options
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.job import EngineJob, renamed
-from stages.ppo.engines.overrides import quoted
+from stages.ppo.engines.job import EngineJob, count, hydra_words, renamed
 
 Overrides = dict[str, Any]  # values of JSON
+
+ROLES = ("policy", "value")
+REWARD, VLLM = "env.reward_model", "policy.generation.vllm_cfg"
+# the reward model as in NeMo RL's recipe for GRPO with one (grpo_rm_1B.yaml)
+REWARD_MODEL: Overrides = {
+    "processor": "math_hf_data_processor",
+    "precision": "bfloat16",
+    "checkpoint_path": None,
+    "offload_optimizer_for_logprob": False,
+    "dtensor_cfg._v2": True,
+    "dtensor_cfg.enabled": True,
+    "dtensor_cfg.sequence_parallel": False,
+    "dtensor_cfg.tensor_parallel_size": 1,
+    "dtensor_cfg.context_parallel_size": 1,
+    "dtensor_cfg.custom_parallel_plan": None,
+    "dtensor_cfg.cpu_offload": False,
+    "dtensor_cfg.activation_checkpointing": False,
+    "reward_model_cfg.enabled": True,
+    "reward_model_cfg.reward_model_type": "bradley_terry",
+    "dynamic_batching.enabled": False,
+    "sequence_packing.enabled": False,
+    "max_grad_norm": None,
+}
 
 DRIVER = Path(__file__).with_name("rondo_nemo_rl.py")
 # After a response, NeMo RL adds a message with the reward, of about 30 characters. Without room
@@ -48,8 +71,26 @@ class NemoRlJob(EngineJob):
     from there.
     """
 
-    settings = NEMO_RL
-    package = "nemo_rl"
+    name, title, version = "nemo_rl", "NeMo RL", "0.7.0"
+    needed = (
+        *("checkpointing", "data", "env", "logger", "loss_fn", "ppo", "value_loss_fn"),
+        *("policy.generation", "policy.tokenizer", "value.tokenizer", "value.reward_model_cfg"),
+        *(f"{VLLM}.async_engine", f"{VLLM}.max_model_len", "value.sequence_packing"),
+        *("policy.scheduler", "value.scheduler", "value.dtensor_cfg.context_parallel_size"),
+        *(
+            f"{role}.dtensor_cfg.{name}"
+            for role in ROLES
+            for name in ("_v2", "enabled", "lora_cfg")
+        ),
+        *(f"{role}.{name}" for role in ROLES for name in ("dynamic_batching", "megatron_cfg")),
+    )
+    free = (
+        *("data.num_workers", "logger.gpu_monitoring", "logger.monitor_gpus", VLLM),
+        *("loss_fn.use_importance_sampling_correction", "ppo.policy_training_start_step"),
+        *("loss_fn.truncated_importance_sampling_type", f"{REWARD}.precision"),
+        *("loss_fn.truncated_importance_sampling_ratio", f"{REWARD}.resources"),
+        *("loss_fn.truncated_importance_sampling_ratio_min", f"{REWARD}.dtensor_cfg"),
+    )
     tags, last_tag = METRICS, "timing/train/total_step_time"
     next_run = "starts from SFT again: NeMo RL would continue with another reference"
 
@@ -71,14 +112,14 @@ class NemoRlJob(EngineJob):
             shutil.rmtree(left, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(self.prompts, [{"input": row["prompt"], "output": ""} for row in rows])
-        write_critic(self.reward, self.critic_start, self.settings.name)
+        write_critic(self.reward, self.critic_start, self.name)
         reader = AutoTokenizer.from_pretrained(self.reward, trust_remote_code=False)
         reader.bos_token = None  # the prompts have it where the model has one; NeMo RL adds it
         reader.save_pretrained(self.reward_tokenizer)
         overrides = self.score_scale() | {
             "policy.generation.stop_token_ids": saved_end_tokens(self.sft, tokenizer).ids
         }
-        write_json(self.driver.with_suffix(".json"), words(overrides))
+        write_json(self.driver.with_suffix(".json"), hydra_words(overrides))
         shutil.copy(DRIVER, self.driver)
 
     def score_scale(self) -> Overrides:
@@ -97,8 +138,13 @@ class NemoRlJob(EngineJob):
         return ["python3", str(self.driver), *self.arguments()]
 
     def arguments(self) -> list[str]:
-        """Hydra's overrides of NeMo RL's recipe."""
-        return words(self.options())
+        """Hydra's overrides of NeMo RL's recipe for PPO, which has no reward model."""
+        return hydra_words(
+            {
+                f"++{name}" if name.startswith(f"{REWARD}.") else name: value
+                for name, value in self.options().items()
+            }
+        )
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
         folders = self.kept.glob("step_*")
@@ -111,16 +157,37 @@ class NemoRlJob(EngineJob):
             {name: value / steps if name in SUMMED else value for name, value in values.items()}
         )
 
-    def options(self) -> Overrides:
-        """All keys of NeMo RL's config that differ from its recipe, or that Rondo needs."""
-        launcher = self.params.launcher
-        nodes, gpus = launcher.nodes, launcher.gpus_per_node
-        placed = self.settings.placement(nodes, gpus, self.params.ppo.engine_options)
-        # the recipe for PPO has no reward model
-        recorded = self.settings.options
-        reward = {name: recorded[name] for name in recorded if name.startswith(f"{REWARD}.")}
-        chosen = self._models() | self._algorithm() | self._rewards() | self._run()
-        return reward | placed | chosen
+    def placement(self) -> Options:
+        """Policy, critic and vLLM take turns; the reward model has GPUs of its own: half of a
+        single node, so that batches can be divided among the others, or one of several nodes.
+        """
+        nodes, gpus = self.params.launcher.nodes, self.params.launcher.gpus_per_node
+        return {
+            "cluster.num_nodes": nodes,
+            "cluster.gpus_per_node": gpus,
+            f"{REWARD}.resources.num_nodes": 1,
+            f"{REWARD}.resources.gpus_per_node": max(gpus // 2, 1) if nodes == 1 else gpus,
+            **{f"{REWARD}.{name}": value for name, value in REWARD_MODEL.items()},
+        }
+
+    def workers(self) -> dict[str, int]:
+        launcher, options = self.params.launcher, self.options()
+        own = count(options, f"{REWARD}.resources.gpus_per_node")
+        left = max(launcher.gpus_per_node - own, 0)
+        if launcher.nodes > 1:
+            nodes = launcher.nodes - count(options, f"{REWARD}.resources.num_nodes")
+            left = max(nodes, 0) * launcher.gpus_per_node
+        sizes = ("tensor_parallel_size", "context_parallel_size")
+        return {
+            role: left // math.prod(count(options, f"{role}.dtensor_cfg.{size}") for size in sizes)
+            for role in ROLES
+        }
+
+    def chosen(self) -> Overrides:
+        """All keys of NeMo RL's config that differ from its recipe, or that Rondo needs; `++`:
+        those that NeMo RL reads, but that the recipe does not name.
+        """
+        return self._models() | self._algorithm() | self._rewards() | self._run()
 
     @property
     def longest(self) -> int:
@@ -133,14 +200,14 @@ class NemoRlJob(EngineJob):
         chosen: Overrides = {
             "policy.model_name": str(self.sft),
             # null: messages as they are
-            "policy.tokenizer.chat_template": None,
+            "++policy.tokenizer.chat_template": None,
             "policy.max_total_sequence_length": self.longest + REWARD_MESSAGE,
             "policy.optimizer.kwargs.lr": ppo.learning_rate,
             "value.model_name": str(self.critic_start),
             "value.tokenizer.name": str(self.sft),
             "value.optimizer.kwargs.lr": ppo.critic_learning_rate,
         }
-        for role in ("policy", "value"):
+        for role in ROLES:
             chosen |= {
                 f"{role}.dtensor_cfg.activation_checkpointing": ppo.gradient_checkpointing,
                 f"{role}.max_grad_norm": ppo.max_grad_norm,
@@ -185,7 +252,7 @@ class NemoRlJob(EngineJob):
             "ppo.reward_shaping.enabled": False,
             "data.default.env_name": "reward_model",
             # also here, where PPO looks whether the reward model has GPUs of its own
-            "data.env_name": "reward_model",
+            "++data.env_name": "reward_model",
         }
 
     def _run(self) -> Overrides:
@@ -200,7 +267,7 @@ class NemoRlJob(EngineJob):
             "ppo.val_period": 0,
             "ppo.val_at_start": False,
             "data.train.dataset_name": "ResponseDataset",
-            "data.train.data_path": str(self.prompts),
+            "++data.train.data_path": str(self.prompts),
             "data.validation": None,
             "data.shuffle": False,
             # a prompt of this length or more would be cut to 4 tokens
@@ -213,18 +280,8 @@ class NemoRlJob(EngineJob):
             "checkpointing.keep_top_k": None,
             "checkpointing.model_save_format": "torch_save",  # the converter reads no other
             # else a policy is written while its folder is renamed
-            "checkpointing.is_async": False,
+            "++checkpointing.is_async": False,
             "checkpointing.save_optimizer": False,
             "logger.log_dir": str(self.logs),
             "logger.tensorboard_enabled": True,
         }
-
-
-def words(overrides: Overrides) -> list[str]:
-    """Hydra's overrides; `++`: of a key that the recipe for PPO does not have."""
-    recipe = [name for name in NEMO_RL.options if not name.startswith(f"{REWARD}.")]
-    return [
-        f"{'' if any(f'{key}.'.startswith(f'{name}.') for key in recipe) else '++'}"
-        f"{name}={quoted(value)}"
-        for name, value in overrides.items()
-    ]

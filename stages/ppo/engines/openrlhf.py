@@ -10,12 +10,12 @@ from typing import Any
 
 from stages.lib.core.files import write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.params.engine_settings import Options
-from stages.lib.core.params.openrlhf import OPENRLHF
+from stages.lib.core.params.engines import Options
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.engines.job import EngineJob
+from stages.ppo.engines.job import EngineJob, count
 
 RUN_NAME = "rondo"  # of the folder with the metrics
+GPU_MEMORY_UTILIZATION = 0.6  # vLLM's share of a GPU, if the other models wait meanwhile
 
 # `kl` is a mean over the tokens of each response, and the reward is the calibrated score, before it
 # is clipped.
@@ -38,9 +38,15 @@ METRICS = {
 class OpenRlhfJob(EngineJob):
     """`states` has DeepSpeed's checkpoints in `_actor` and `_critic`, and `global_step<n>_hf`."""
 
-    settings = OPENRLHF
-    package, module = "openrlhf", "openrlhf.cli.train_ppo_ray"
+    name, title, version = "openrlhf", "OpenRLHF", "0.11.2"
     tags = METRICS
+    needed = (
+        *("actor.eps_clip_low_high", "actor.policy_loss_type", "algo.dynamic_filtering_enable"),
+        *("algo.kl.target", "algo.kl.use_loss", "data.apply_chat_template", "data.input_template"),
+        *("data.max_images_per_prompt", "data.max_samples", "ds.lora.rank", "eval.dataset"),
+        *("reward.remote_url", "rollout.vllm_generate_batch_size", "train.agent_func_path"),
+        *("train.async_enable", "train.enable_ema", "train.partial_rollout_enable", "use_ms"),
+    )
 
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         super().__init__(params, folder, sft, reward)
@@ -61,14 +67,45 @@ class OpenRlhfJob(EngineJob):
         # metrics are written before the checkpoint, so that the last one may be in the making
         return {update: folder for update, folder in folders.items() if update < last}
 
+    def words(self) -> list[str]:
+        return ["python3", "-m", "openrlhf.cli.train_ppo_ray", *self.arguments()]
+
     def arguments(self) -> list[str]:
         return arguments(self.options())
 
-    def options(self) -> Options:
-        """All options of the command."""
-        params, ppo, launcher = self.params, self.params.ppo, self.params.launcher
+    def placement(self) -> Options:
+        nodes, gpus = self.params.launcher.nodes, self.params.launcher.gpus_per_node
+        size = count(self.params.ppo.engine_options, "vllm.tensor_parallel_size")
+        roles: Options = {}
+        for role in ("actor", "ref", "critic", "reward"):
+            roles |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": gpus}
+        return roles | {
+            "train.colocate_all": True,
+            "vllm.num_engines": max(nodes * gpus // size, 1),
+            "vllm.tensor_parallel_size": 1,
+            "vllm.enable_sleep": True,
+            "vllm.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+            "ds.enable_sleep": True,
+            "ds.zero_stage": 3,
+            "ds.packing_samples": True,
+        }
+
+    def workers(self) -> dict[str, int]:
+        options = self.options()
+
+        def number(name: str) -> int:
+            return count(options, name)
+
+        shared = number("ds.ring_attn_size") * number("ds.tensor_parallel_size")
+        return {
+            role: number(f"{role}.num_nodes") * number(f"{role}.num_gpus_per_node") // shared
+            for role in ("actor", "critic")
+        }
+
+    def chosen(self) -> Options:
+        params, ppo = self.params, self.params.ppo
         warmup = ppo.warmup_updates / planned_updates(ppo)
-        chosen: Options = {
+        return {
             "actor.model_name_or_path": str(self.sft),
             "reward.model_name_or_path": str(self.reward),
             "critic.model_name_or_path": str(self.reward),
@@ -113,8 +150,6 @@ class OpenRlhfJob(EngineJob):
             "logger.tensorboard_dir": str(self.events.parent),
             "logger.wandb.run_name": RUN_NAME,
         }
-        nodes, gpus = launcher.nodes, launcher.gpus_per_node
-        return self.settings.placement(nodes, gpus, ppo.engine_options) | chosen
 
 
 def arguments(chosen: Options) -> list[str]:

@@ -50,7 +50,7 @@ def main(params: Params, round_: str) -> None:
     steps, ended = train(job, round_, next_command, monitor)
 
     if failed := job.failed_episodes():
-        line = f"{job.settings.title} has left out {failed} or more episodes that failed"
+        line = f"{job.title} has left out {failed} or more episodes that failed"
         print_line(f"[ppo@{round_}] {line}: see {job.log}")
 
     # 3. the policies that it has saved, validated on the held-out prompts
@@ -71,10 +71,10 @@ def main(params: Params, round_: str) -> None:
     finish(
         run,
         round_,
-        name=job.package,
+        name=job.name,
         longer="ppo.total_episodes",
         critic=job.critic if ended else None,
-        manifest={"engine": f"{job.package} {job.settings.version}", "engine_policies": hashes}
+        manifest={"engine": f"{job.name} {job.version}", "engine_policies": hashes}
         | {"engine_failed_episodes": failed},
     )
 
@@ -86,7 +86,7 @@ def check_single(reward: Path, job: EngineJob) -> None:
     """
     if (reward / MEMBERS).exists():
         raise BadInput(
-            f"{reward} is an ensemble, of which {job.settings.title} would read the first member "
+            f"{reward} is an ensemble, of which {job.title} would read the first member "
             "alone: set reward.ensemble to 1"
         )
 
@@ -108,7 +108,7 @@ def train(
         The metrics of its updates, and whether it has come to its end; else a danger has ended it.
 
     Raises:
-        BadInput: there is no Ray cluster that takes the job.
+        BadInput: there is no Ray cluster that takes the job, or the engine refuses its options.
         Diverged: a metric is not finite.
         RondoError: the job has failed, or somebody has stopped it, or it has left no metrics.
     """
@@ -126,7 +126,7 @@ def train(
             if bad := [name for name, value in step.items() if not math.isfinite(value)]:
                 ray_job.stop()
                 raise Diverged(
-                    f"{job.package}, update {number}: {', '.join(bad)} not finite. Next: lower "
+                    f"{job.name}, update {number}: {', '.join(bad)} not finite. Next: lower "
                     "ppo.learning_rate"
                 )
             values = {name: value for name, value in step.items() if name != "step"}
@@ -143,14 +143,15 @@ def train(
     if succeeded:
         look(ended=True)
     if not succeeded and not monitor.stopped:
+        job.raise_refusal()
         raise RondoError(
-            f"the job {ray_job.id} of {job.settings.title} ended as {result.status}: "
+            f"the job {ray_job.id} of {job.title} ended as {result.status}: "
             f"{result.message[:200]}\n{job.last_lines()}\nNext: mend what {job.log} says, and run "
             f"the stage again, which {job.next_run}"
         )
     if succeeded and not recorder.steps:
         raise RondoError(
-            f"the job {ray_job.id} of {job.settings.title} has succeeded, but left no metrics in "
+            f"the job {ray_job.id} of {job.title} has succeeded, but left no metrics in "
             f"{job.events}: can the cluster write to this folder? Its output is in {job.log}"
         )
     return metrics.read(succeeded), succeeded

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from stages.lib.core.files import read_json, write_json
-from stages.lib.core.params.engine_settings import Options
-from stages.lib.core.params.verl import ACTOR, MODEL, REWARD_ROLLOUT, ROLLOUT, VERL
+from stages.lib.core.params.engines import Options
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.job import EngineJob
-from stages.ppo.engines.overrides import quoted
+from stages.ppo.engines.job import EngineJob, count, hydra_words
+
+GPU_MEMORY_UTILIZATION = 0.5  # vLLM's share of a GPU, if the other models wait meanwhile
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+REF, REWARD_ROLLOUT = "actor_rollout_ref.ref", "reward.reward_model.rollout"
 
 PLUGIN = Path(__file__).with_name("rondo_verl.py")
 FAILED = "Error in _run_prompt"  # the line of a failed generation in verl's output
@@ -48,9 +51,27 @@ class VerlJob(EngineJob):
     `actor/huggingface`. verl deletes all but the last two; the folder `policies` has those of all.
     """
 
-    settings = VERL
-    package, module = "verl", "verl.trainer.main_ppo"
+    name, title, version = "verl", "verl", "0.9.1"
     tags = METRICS
+    needed = (
+        *("algorithm", "data", "distillation", "ray_kwargs", "reward", "reward_model", "trainer"),
+        *(
+            f"{ACTOR}.{name}"
+            for name in ("checkpoint", "policy_loss", "optim.lr_warmup_steps_ratio")
+        ),
+        *(
+            f"{ROLLOUT}.{name}"
+            for name in ("do_sample", "ignore_eos", "multi_turn", "top_k", "top_p")
+        ),
+        *(f"{model}.{lora}" for model in (MODEL, "critic.model") for lora in ("lora", "lora_rank")),
+        *("critic.checkpoint", "critic.loss_agg_mode", "critic.optim.lr_warmup_steps_ratio"),
+        *("critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.use_dynamic_bsz"),
+    )
+    free = (
+        *("algorithm.rollout_correction", "data.dataloader_num_workers", "reward.num_workers"),
+        *(REWARD_ROLLOUT, "trainer.balance_batch", "trainer.critic_warmup", "trainer.device"),
+        "trainer.ray_wait_register_center_timeout",
+    )
 
     @property
     def prompts(self) -> Path:
@@ -68,7 +89,7 @@ class VerlJob(EngineJob):
 
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_latest()
-        write_critic(self.reward, self.critic_start, self.settings.name)
+        write_critic(self.reward, self.critic_start, self.name)
         Dataset.from_list(
             [
                 {
@@ -141,29 +162,49 @@ class VerlJob(EngineJob):
         with self.log.open(errors="replace") as lines:
             return sum(FAILED in line for line in lines)
 
-    def arguments(self) -> list[str]:
-        """Hydra's overrides."""
-        named = [f"{name}={quoted(value)}" for name, value in self.options().items()]
-        return named + [f"+{name}={quoted(value)}" for name, value in self.added().items()]
+    def words(self) -> list[str]:
+        return ["python3", "-m", "verl.trainer.main_ppo", *self.arguments()]
 
-    def added(self) -> Options:
-        """Keys that verl reads, but that its config does not name."""
-        micro = self.params.ppo.micro_batch_size
+    def arguments(self) -> list[str]:
+        return hydra_words(self.options())
+
+    def placement(self) -> Options:
+        launcher = self.params.launcher
+        turns: Options = {
+            "trainer.nnodes": launcher.nodes,
+            "trainer.n_gpus_per_node": launcher.gpus_per_node,
+        }
+        for rollout in (ROLLOUT, REWARD_ROLLOUT):
+            turns |= {
+                f"{rollout}.tensor_model_parallel_size": 1,
+                f"{rollout}.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+            }
+        for role in (f"{ACTOR}.fsdp_config", "critic.fsdp"):  # in RAM while it is not their turn
+            turns |= {f"{role}.param_offload": True, f"{role}.optimizer_offload": True}
+        return turns
+
+    def workers(self) -> dict[str, int]:
+        launcher, options = self.params.launcher, self.options()
+        gpus = launcher.nodes * launcher.gpus_per_node
         return {
-            # Ray's workers have not the environment of the command
-            "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(self.events),
-            # without them, the critic packs up to critic.ppo_max_token_len_per_gpu tokens per pass
-            "critic.fsdp.use_dynamic_bsz": False,
-            "critic.fsdp.micro_batch_size_per_gpu": micro,
-            "critic.fsdp.infer_micro_batch_size_per_gpu": micro,
+            role: gpus // count(options, f"{section}.ulysses_sequence_parallel_size")
+            for role, section in (("actor", ACTOR), ("critic", "critic.fsdp"))
         }
 
-    def options(self) -> Options:
-        """All keys of verl's config that differ from its defaults, or that Rondo needs."""
-        launcher = self.params.launcher
-        nodes, gpus = launcher.nodes, launcher.gpus_per_node
-        placed = self.settings.placement(nodes, gpus, self.params.ppo.engine_options)
-        return placed | self._models() | self._algorithm() | self._rewards() | self._run()
+    def chosen(self) -> Options:
+        """All keys of verl's config that differ from its defaults, or that Rondo needs; `+`: those
+        that verl reads, but that its config does not name.
+        """
+        micro = self.params.ppo.micro_batch_size
+        added: Options = {
+            # Ray's workers have not the environment of the command
+            "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(self.events),
+            # without them, the critic packs up to critic.ppo_max_token_len_per_gpu tokens per pass
+            "+critic.fsdp.use_dynamic_bsz": False,
+            "+critic.fsdp.micro_batch_size_per_gpu": micro,
+            "+critic.fsdp.infer_micro_batch_size_per_gpu": micro,
+        }
+        return self._models() | self._algorithm() | self._rewards() | self._run() | added
 
     def _models(self) -> Options:
         """Policy, reference and critic, and their optimizers."""
@@ -252,7 +293,7 @@ class VerlJob(EngineJob):
             f"{ROLLOUT}.temperature": ppo.temperature,
             f"{ROLLOUT}.seed": params.seed,
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
+            f"{REF}.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
             "trainer.total_epochs": 1,  # the file has the prompts of all updates
             "trainer.total_training_steps": planned_updates(ppo),
             "trainer.project_name": "rondo",

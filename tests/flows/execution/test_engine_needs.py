@@ -1,5 +1,6 @@
 """What a run with an engine checks, needs and prints before it starts."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,14 +12,17 @@ from flows.commands.dry_run import engine_commands
 from flows.core.config import overlay
 from flows.execution import needs
 from stages.lib.core import http_session
-from stages.lib.core.errors import RondoError, Unreachable
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.files import WORK
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.ray import job
 from stages.ppo.engines import make_job
 from stages.ppo.engines.job import EngineMetrics
 from tests import engine_settings
 from tests.engine_settings import NEEDED
 from tests.ray_stand_in import RayStandIn
 from tests.servers import NOWHERE
+from tests.stages.ppo.engines.jobs import install
 
 WAITING = {"sft@r0", "ppo@r0", "ppo@r1"}
 ALL_WEIGHTS = {"lora": {"r": 0}, "critic_lora": {"r": 0}, "micro_batch_size": 4}
@@ -35,14 +39,45 @@ def ray() -> Iterator[RayStandIn]:
     server.close()
 
 
-def test_the_cluster_is_asked_before_the_run(ray, monkeypatch):
+@pytest.fixture
+def openrlhf(ray, tmp_path, monkeypatch) -> None:
+    """Its command is on the cluster."""
+    install(tmp_path / "engine", openrlhf="0.11.2")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ray.environment |= {"PYTHONPATH": str(tmp_path / "engine"), "PATH": path}
+    monkeypatch.setattr(job, "POLL_SECONDS", 0.1)
+
+
+def test_the_cluster_and_the_engine_are_asked_before_the_run(ray, openrlhf, monkeypatch):
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     lines: list[str] = []
     needs.check(with_engine(ray.address), sorted(WAITING), WAITING, lines.append)
     assert f"on Ray 2.55.0 at {ray.address}: ppo by openrlhf" in lines
+    assert "OpenRLHF 0.11.2 there accepts its options" in lines
+    assert not list(WORK.glob("check-*"))
     with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
         needs.check(with_engine(NOWHERE), sorted(WAITING), WAITING, lines.append)
     needs.check(with_engine(NOWHERE), sorted(WAITING), {"sft@r0"}, lines.append)
+
+
+def test_an_option_that_the_engine_refuses_ends_a_run_before_its_first_stage(ray, openrlhf):
+    params = with_engine(ray.address)
+    params.ppo.engine_options = {"ds.zero_stage": "two"}
+    with pytest.raises(BadInput, match=r"refuses its options: argument --ds\.zero_stage: invalid"):
+        needs.check(params, sorted(WAITING), WAITING, print)
+
+
+def test_a_cluster_that_has_not_the_engine_is_refused(ray, openrlhf, tmp_path):
+    ray.environment["PYTHONPATH"] = ""
+    with pytest.raises(BadInput, match=r"python3 on the Ray cluster has no package openrlhf"):
+        needs.check(with_engine(ray.address), sorted(WAITING), WAITING, print)
+    broken = tmp_path / "bin/python3"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho no libraries; exit 1\n")
+    broken.chmod(0o755)
+    ray.environment["PATH"] = f"{broken.parent}:/usr/bin:/bin"
+    with pytest.raises(RondoError, match=r"no libraries\nNext: does the cluster see"):
+        needs.check(with_engine(ray.address), sorted(WAITING), WAITING, print)
 
 
 def test_stages_on_a_cluster_need_it_and_no_memory_here(ray, monkeypatch):

@@ -3,7 +3,6 @@ are those of Rondo's stages. The server stands in for vLLM, which has the same p
 GPU.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import check_params
 from stages.ppo.common.rewards import shape_scores
+from stages.ppo.engines import rondo_check
 from stages.ppo.engines.verl import VerlJob
 from tests import engine_settings
 from tests.flows.serving.test_app import PROMPTS, RESPONSES
-from tests.stages.ppo.engines.verl_config import Verl
-from tests.stages.ppo.engines.verl_wheel import FOLDER, WHEEL, needs_verl
+from tests.stages.ppo.engines.jobs import needs_verl, unpack_verl
 
 pytestmark = needs_verl
 
@@ -52,8 +51,7 @@ def padded(sequences: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Te
 
 
 def test_rewards_are_those_of_the_stages(job, serve, scorer, monkeypatch):
-    verl = Verl(Path(WHEEL), FOLDER)
-    monkeypatch.syspath_prepend(str(verl.folder))
+    monkeypatch.syspath_prepend(str(unpack_verl()))
     from tensordict import TensorDict
     from verl import DataProto
     from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
@@ -68,7 +66,7 @@ def test_rewards_are_those_of_the_stages(job, serve, scorer, monkeypatch):
     )
     fields["attention_mask"] = torch.cat([first, second], 1)
     data = DataProto(batch=TensorDict(fields, batch_size=len(PROMPTS)))
-    worker = RewardLoopWorker(verl.compose(job.arguments()), serve().removeprefix("http://"))
+    worker = RewardLoopWorker(rondo_check.verl(job.arguments()), serve().removeprefix("http://"))
     made = worker.loop.run_until_complete(worker.compute_score_batch(data))
     expected = shape_scores(
         torch.tensor(scorer(PROMPTS, RESPONSES)),

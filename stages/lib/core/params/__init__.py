@@ -22,7 +22,6 @@ from stages.lib.core.params.data import (
     RoundParams,
     rounds,
 )
-from stages.lib.core.params.engines import ENGINES
 from stages.lib.core.params.evaluation import (
     HELD_OUT_REWARD_MODEL,
     BatteryParams,
@@ -178,18 +177,12 @@ class Params(ParamsSection):
         return self
 
     @model_validator(mode="after")
-    def engine_can_train(self) -> "Params":
-        ppo, launcher = self.ppo, self.launcher
-        engine = ENGINES.get(ppo.engine.value)
-        if engine is None:
-            return self
-        if self.algorithm is not Algorithm.ppo:
+    def engines_train_by_ppo(self) -> "Params":
+        if self.ppo.engine is not Engine.local and self.algorithm is not Algorithm.ppo:
             raise ValueError(
-                f"ppo.engine {engine.name}: algorithm is {self.algorithm.value}, which Rondo "
-                "trains itself: set ppo.engine to local"
+                f"ppo.engine {self.ppo.engine.value}: algorithm is {self.algorithm.value}, which "
+                "Rondo trains itself: set ppo.engine to local"
             )
-        placed = engine.placement(launcher.nodes, launcher.gpus_per_node, ppo.engine_options)
-        engine.check_placement(placed, ppo)
         return self
 
     def processes(self, stage: str) -> int:

@@ -1,10 +1,60 @@
-"""The engines that can be `ppo.engine`, by name."""
+"""What section `ppo` must have if an engine trains (docs/engines.md has the reasons).
 
-from stages.lib.core.params.engine_settings import EngineSettings
-from stages.lib.core.params.nemo_rl import NEMO_RL
-from stages.lib.core.params.openrlhf import OPENRLHF
-from stages.lib.core.params.verl import VERL
+The engine checks its own options, on the cluster: stages/ppo/engines/check.py.
+"""
 
-ENGINES: dict[str, EngineSettings] = {
-    settings.name: settings for settings in (OPENRLHF, VERL, NEMO_RL)
+import json
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+Value = bool | int | float | str
+Options = dict[str, Value | list[Value]]
+
+# No engine does otherwise: they start the policy and the reference from the same model, and train
+# all weights.
+COMMON: dict[str, Any] = {
+    "critic": "reward",
+    "init_from": "sft",
+    "kl_control": "fixed",
+    "loss_level": "token",
+    "lora.r": 0,
+    "critic_lora.r": 0,
+    "reward_url": None,
+    "reward_weight": 1.0,
+    "rewards": [],
+    "whiten_rewards": False,
 }
+NO_PENALTIES = {"length_penalty": 0.0, "missing_eos_penalty": 0.0}
+# by engine: keys of section `ppo`, with the one value that the engine can honour
+REQUIRED: dict[str, Mapping[str, Any]] = {
+    "openrlhf": COMMON | NO_PENALTIES,
+    "verl": COMMON,
+    "nemo_rl": COMMON | NO_PENALTIES | {"entropy_coef": 0.0},
+}
+
+
+def settings_to_change(engine: str, ppo: Any) -> dict[str, Any]:
+    """The keys of section `ppo` that the engine cannot honour, with the value to set."""
+    return {
+        f"ppo.{key}": value
+        for key, value in REQUIRED[engine].items()
+        if attrgetter(key)(ppo) != value
+    }
+
+
+def check_settings(engine: str, ppo: Any) -> None:
+    """Check that the engine can do what section `ppo` wants.
+
+    Raises:
+        ValueError: names each key that it cannot honour, with the value to set.
+    """
+    change = settings_to_change(engine, ppo)
+    different = [f"{key}={json.dumps(value)}" for key, value in change.items()]
+    if not ppo.kl_coef:  # then it would load no reference, and measure no KL
+        different.append("ppo.kl_coef above 0")
+    if different:
+        raise ValueError(
+            f"engine {engine} needs {', '.join(different)} (docs/engines.md says why; "
+            "`--preset openrlhf` sets all of them)"
+        )

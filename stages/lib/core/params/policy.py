@@ -8,8 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from stages.lib.core.params.engine_settings import Options
-from stages.lib.core.params.engines import ENGINES
+from stages.lib.core.params.engines import Options, check_settings
 from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection, PathText
 
 
@@ -174,7 +173,8 @@ class PpoParams(ParamsSection):
     )
     engine_options: Options = Field(
         default_factory=dict,
-        description="Further options of the engine, by its names, e.g. `ds.zero_stage: 2`.",
+        description="Further options of the engine, by its names, e.g. `ds.zero_stage: 2`; the "
+        "engine checks them.",
     )
     batch_size: int = Field(
         32, ge=2, description="Episodes per rollout: prompts sampled per update."
@@ -354,9 +354,8 @@ class PpoParams(ParamsSection):
                 "reward_url: the critic cannot start from a reward model that PPO does not load: "
                 "set critic to policy"
             )
-        if engine := ENGINES.get(self.engine.value):
-            engine.check_settings(self)
-            engine.check_options(self.engine_options)
+        if self.engine is not Engine.local:
+            check_settings(self.engine.value, self)
         elif self.engine_options:
             raise ValueError("engine_options: engine is local, which has none: remove them")
         names = [source.name for source in self.rewards]

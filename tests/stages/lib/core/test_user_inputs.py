@@ -126,10 +126,9 @@ def test_a_run_with_an_engine_has_its_code_as_an_input() -> None:
     }
     assert (engine := check_params(settings, "test")).ppo.engine is not Engine.local
     verl, other = Path("stages/ppo/engines/verl.py"), Path("stages/ppo/trainer/update.py")
-    table = Path("stages/lib/core/params/verl.json")
-    for path in (verl, other, table):
+    for path in (verl, other):
         write_text(path, "1\n")
-    assert input_hashes(engine)["engine"] == {str(path): sha256("1\n") for path in (table, verl)}
+    assert input_hashes(engine)["engine"] == {str(verl): sha256("1\n")}
     assert input_hashes(everything())["engine"] == {}
 
 

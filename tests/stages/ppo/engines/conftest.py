@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.ray import job
 from stages.lib.core.types import Metrics
-from stages.ppo.engines.verl import VerlJob
-from tests.engine_settings import NEEDED, VERL
+from stages.ppo.engines import JOBS
+from tests.engine_settings import NEEDED
 from tests.ray_cluster import RealCluster, real_or_stand_in, start_real
 from tests.ray_stand_in import RayStandIn
-from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
-from tests.stages.ppo.engines.verl_job import TwoEnds, job_of
-from tests.stages.ppo.engines.verl_job import make as verl_params
+from tests.stages.ppo.engines.jobs import install
 
 SHORT = {
     "batch_size": 4,
@@ -37,11 +34,9 @@ SHORT = {
 
 @pytest.fixture(scope="session")
 def engine_environment(tmp_path_factory) -> dict[str, str]:
-    """Variables with which the engines' commands are the stand-ins, and metadata that say the
-    recorded versions are installed.
-    """
+    """Variables with which OpenRLHF's command is the stand-in."""
     folder = tmp_path_factory.mktemp("engine")
-    install(folder, recorded_versions())
+    install(folder, openrlhf=JOBS["openrlhf"].version)
     return {
         "PYTHONPATH": str(folder),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -77,33 +72,7 @@ def make_params(make_round) -> Callable[..., Params]:
         params = json.loads(make_round("r0", 1.0).model_dump_json())
         shutil.rmtree(Path("rounds/r0/ppo"))
         launcher = {"ray_address": address, "gpus_per_node": 2}
-        needed = VERL if ppo.get("engine") == "verl" else NEEDED
-        section = params["ppo"] | needed | SHORT | {"engine_options": options or {}} | ppo
+        section = params["ppo"] | NEEDED | SHORT | {"engine_options": options or {}} | ppo
         return check_params(params | {"ppo": section, "launcher": launcher}, "test")
 
     return make
-
-
-@pytest.fixture
-def written(tmp_path, tiny_folder) -> VerlJob:
-    """A job whose inputs are written, of a model with two end tokens."""
-    params = verl_params(
-        ppo={
-            "batch_size": 16,
-            "mini_batch_size": 16,
-            "total_episodes": 32,
-            "score_clip": 2.0,
-            "missing_eos_penalty": 0.5,
-            "length_penalty": 0.125,
-            "free_length": 3,
-        }
-    )
-    job = job_of(params, tmp_path / "job", tmp_path)
-    job.sft.mkdir()
-    GenerationConfig(eos_token_id=[9, 2]).save_pretrained(job.sft)
-    reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
-    reward.config.mean, reward.config.std = 1.5, 2.0
-    reward.save_pretrained(job.reward)
-    episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in ("cat", "the")]
-    assert job.write_inputs(episodes, TwoEnds()) == 1
-    return job

@@ -1,33 +1,28 @@
-"""NeMo RL's command line, prompts, critic and files. Expected values are written by hand from the
-source of the recorded version.
+"""NeMo RL's options, prompts, critic and files. Expected values are written by hand from the source
+of the pinned version.
 """
 
 import json
 import os
-import shlex
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoTokenizer, GenerationConfig
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
-from stages.lib.core.params import Params, check_params
-from stages.lib.core.params.nemo_rl import NEMO_RL, REWARD
 from stages.ppo.engines.job import EngineMetrics
 from stages.ppo.engines.nemo_rl import NemoRlJob
-from tests import engine_settings
-from tests.stages.ppo.engines.critics import check_critic
-from tests.stages.ppo.engines.stand_in.install import RECIPE, install, recorded_versions
-from tests.stages.ppo.engines.test_openrlhf import DISTINCT
+from tests.stages.ppo.engines.jobs import (
+    check_critic,
+    distinct,
+    job_of,
+    save_reward_model,
+    settings,
+)
 
 # 2 updates of 3 epochs: 1/7, 2/7, ... 7/7
 WARM_UP = [
@@ -39,7 +34,7 @@ WARM_UP = [
 ]
 EXPECTED = {
     "policy.model_name": "/sft",
-    "policy.tokenizer.chat_template": None,
+    "++policy.tokenizer.chat_template": None,
     "policy.max_total_sequence_length": 228,  # 64 of the prompt, 100, and 64 for a message
     "policy.optimizer.kwargs.lr": 1e-6,
     "policy.dtensor_cfg.activation_checkpointing": True,
@@ -78,18 +73,18 @@ EXPECTED = {
     "ppo.val_period": 0,
     "ppo.val_at_start": False,
     "data.train.dataset_name": "ResponseDataset",
-    "data.train.data_path": "/work/prompts.jsonl",
+    "++data.train.data_path": "/work/prompts.jsonl",
     "data.validation": None,
     "data.shuffle": False,
     "data.max_input_seq_length": 65,
     "data.default.env_name": "reward_model",
-    "data.env_name": "reward_model",
+    "++data.env_name": "reward_model",
     "checkpointing.checkpoint_dir": "/work/states",
     "checkpointing.save_period": 5,
     "checkpointing.metric_name": None,
     "checkpointing.keep_top_k": None,
     "checkpointing.model_save_format": "torch_save",
-    "checkpointing.is_async": False,
+    "++checkpointing.is_async": False,
     "checkpointing.save_optimizer": False,
     "logger.log_dir": "/work/logs",
     "logger.tensorboard_enabled": True,
@@ -121,83 +116,37 @@ EXPECTED = {
     "env.reward_model.sequence_packing.enabled": False,
     "env.reward_model.max_grad_norm": None,
 }
-# what NeMo RL reads, but its recipes do not name
-UNNAMED = {
-    "checkpointing.is_async",
-    "data.env_name",
-    "data.train.data_path",
-    "data.validation",
-    "env.reward_model.tokenizer.chat_template",
-    "policy.tokenizer.chat_template",
-}
-
-
-def make(**sections: Any) -> Params:
-    ppo = engine_settings.NEMO_RL | {"micro_batch_size": 2} | sections.pop("ppo", {})
-    launcher = {"ray_address": "http://ray:8265"} | sections.pop("launcher", {})
-    return check_params({"ppo": ppo, "launcher": launcher} | sections, "test")
-
-
-def distinct(**ppo: Any) -> Params:
-    return make(
-        ppo=DISTINCT | {"entropy_coef": 0.0} | ppo,
-        prepare={"max_prompt_tokens": 64},
-        seed=7,
-        launcher={"gpus_per_node": 8},
-    )
-
-
-def job_of(params: Params, folder: Path = Path("/work"), models: Path = Path("/")) -> NemoRlJob:
-    return NemoRlJob(params, folder, models / "sft", models / "reward")
 
 
 def test_each_setting_goes_to_the_key_that_means_it():
-    assert job_of(distinct()).options() == EXPECTED
+    assert job_of(distinct("nemo_rl", gpus=8, entropy_coef=0.0)).options() == EXPECTED
 
 
 def test_without_a_warm_up_the_rates_are_the_recipes_constant_ones():
-    options = job_of(distinct(warmup_updates=0)).options()
+    options = job_of(distinct("nemo_rl", gpus=8, entropy_coef=0.0, warmup_updates=0)).options()
     assert EXPECTED.keys() - options.keys() == {"policy.scheduler", "value.scheduler"}
 
 
-def test_each_key_is_one_that_nemo_rl_has_and_no_user_can_set_it_twice():
-    placed = NEMO_RL.placement(1, 8, {})
-    for name, value in EXPECTED.items():
-        if name not in UNNAMED:
-            assert value is None or not NEMO_RL.mistake(name, value), name
-        free = name in NEMO_RL.options and not NEMO_RL.setter(name)
-        recipe = name.startswith(REWARD) and value == NEMO_RL.options.get(name)
-        assert not free or name in placed or recipe, name
-    for name in NEMO_RL.set_by:
-        assert any(f"{option}.".startswith(f"{name}.") for option in NEMO_RL.options), name
+def test_the_recipe_for_ppo_has_no_reward_model_so_that_its_keys_are_added():
+    params = settings("nemo_rl", engine_options={"env.reward_model.precision": "float32"})
+    words = job_of(params).arguments()
+    assert "++env.reward_model.precision='float32'" in words
+    assert not [word for word in words if word.startswith("env.")]
 
 
-def test_the_options_of_the_user_replace_those_of_the_placement_and_of_the_recipe():
-    options = {
-        "env.reward_model.resources.gpus_per_node": 2,
-        "env.reward_model.precision": "float32",
-        "policy.dtensor_cfg.cpu_offload": True,
-        "ppo.policy_training_start_step": 3,
-    }
-    params = distinct(engine_options=options, mini_batch_size=48)
-    batches = {f"{role}.train_global_batch_size": 48 for role in ("policy", "value")}
-    assert job_of(params).options() == EXPECTED | options | batches
-
-
-def test_keys_that_the_recipe_for_ppo_does_not_name_are_added():
-    added = {word.partition("=")[0] for word in job_of(distinct()).arguments() if word[0] == "+"}
-    reward = {name for name in EXPECTED if name.startswith(REWARD)}
-    assert added == {f"++{name}" for name in reward | UNNAMED - {"data.validation"}}
+def test_the_reward_model_has_half_of_one_node_or_a_node_of_many():
+    for nodes, gpus in ((1, 4), (2, 8)):
+        options = job_of(settings("nemo_rl", nodes=nodes)).options()
+        assert options["env.reward_model.resources.num_nodes"] == 1
+        assert options["env.reward_model.resources.gpus_per_node"] == gpus
 
 
 @pytest.fixture
 def written(tmp_path, tiny_folder) -> NemoRlJob:
     """A job whose inputs are written, of a policy with two end tokens."""
-    job = job_of(distinct(score_clip=2.0), tmp_path / "job", tmp_path)
+    job = job_of(settings("nemo_rl", score_clip=2.0), tmp_path / "job", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
-    reward.config.mean, reward.config.std = 1.5, 2.0
-    reward.save_pretrained(job.reward)
+    save_reward_model(job.reward, tiny_folder)
     own = AutoTokenizer.from_pretrained(tiny_folder)
     own.bos_token = "<|endoftext|>"
     own.add_tokens(["<|of the reward model|>"])
@@ -255,20 +204,60 @@ def test_a_cluster_without_a_checkout_is_refused(written):
     assert "python3 of the Ray cluster has no checkout of NeMo RL" in result.stderr
 
 
-def test_the_command_runs_that_of_nemo_rl_with_all_overrides_and_has_its_exit_code(
-    written, tmp_path
-):
-    """The version of a checkout has its commit, too."""
-    folder = tmp_path / "environment"
-    install(folder, recorded_versions() | {"nemo_rl": f"{NEMO_RL.version}+1a2b3c4"})
-    program = "import json, sys; print(json.dumps(sys.argv[1:])); sys.exit(3)"
-    (folder / "examples/run_ppo.py").write_text(program)
-    status = os.system(f"PYTHONPATH={shlex.quote(str(folder))} {written.command()}")
-    assert os.waitstatus_to_exitcode(status) == 3
-    option, recipe, *overrides = json.loads(written.log.read_text())
-    assert (option, recipe) == ("--config", str(folder / RECIPE))
+RUN = """
+import json, sys
+from pathlib import Path
+print(json.dumps(sys.argv[1:]))
+for step in (2, 10):  # in the making, and then complete
+    folder = Path(STATES, f"tmp_step_{step}")
+    (folder / "policy/weights").mkdir(parents=True)
+    folder.rename(Path(STATES, f"step_{step}"))
+sys.exit(3)
+"""
+CONVERT = """
+import argparse, shutil
+from pathlib import Path
+parser = argparse.ArgumentParser()
+for name in ("config", "dcp-ckpt-path", "hf-ckpt-path"):
+    parser.add_argument(f"--{name}", type=Path, required=True)
+paths = parser.parse_args()
+assert paths.config.parent == paths.dcp_ckpt_path.parents[1] and paths.dcp_ckpt_path.is_dir()
+paths.hf_ckpt_path.mkdir()
+shutil.copy(PICKLED, paths.hf_ckpt_path / "pytorch_model.bin")
+"""
+
+
+def test_the_driver_runs_nemo_rl_and_makes_each_checkpoint_a_policy(written, tmp_path):
+    """With programs in the place of NeMo RL's: the exit code is that of the training."""
+    checkout, pickled = tmp_path / "checkout", tmp_path / "weights.bin"
+    torch.save({"w": torch.ones(2, 3).T}, pickled)
+    files = {
+        "nemo_rl/__init__.py": "",
+        "examples/configs/ppo_math_1B.yaml": "",
+        "examples/run_ppo.py": RUN.replace("STATES", repr(str(written.states))),
+        "examples/converters/convert_dcp_to_hf.py": CONVERT.replace("PICKLED", repr(str(pickled))),
+    }
+    for name, text in files.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+    result = subprocess.run(
+        [sys.executable, *written.words()[1:]],
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 3, result.stderr
+    option, recipe, *overrides = json.loads(result.stdout)
+    assert (option, recipe) == ("--config", str(checkout / "examples/configs/ppo_math_1B.yaml"))
     from_files = json.loads((written.folder / "rondo_nemo_rl.json").read_text())
     assert overrides == written.arguments() + from_files
+    policies = written.policies(10, ended=False)
+    assert sorted(policies) == [2, 10]
+    assert not list(written.states.iterdir())
+    for folder in policies.values():
+        assert load_file(folder / "model.safetensors")["w"].tolist() == [[1.0, 1.0]] * 3
+        assert not (folder / "pytorch_model.bin").exists()
 
 
 def write_events(job: NemoRlJob, tags: dict[str, float], step: int) -> None:
@@ -280,7 +269,7 @@ def write_events(job: NemoRlJob, tags: dict[str, float], step: int) -> None:
 
 def test_an_update_counts_once_all_its_metrics_are_there(tmp_path):
     """NeMo RL writes those of the rollout first; sums of three mini-batches become means."""
-    job = job_of(distinct(), tmp_path)
+    job = job_of(distinct("nemo_rl", gpus=8, entropy_coef=0.0), tmp_path)
     metrics = EngineMetrics(job)
     assert metrics.read() == []
     rollout = {"train/mean_gen_tokens_per_sample": 8.0, "train/truncation_rate": 0.25}
@@ -305,13 +294,7 @@ def test_an_update_counts_once_all_its_metrics_are_there(tmp_path):
 
 
 def test_policies_are_those_that_are_converted(tmp_path):
-    job = job_of(make(launcher={"gpus_per_node": 2}), tmp_path)
+    job = job_of(settings("nemo_rl"), tmp_path)
     for name in ("policies/step_5", "policies/part-step_10", "states/step_10"):
         (tmp_path / name).mkdir(parents=True)
     assert job.policies(10, ended=False) == {5: tmp_path / "policies/step_5"}
-
-
-@pytest.mark.parametrize("key", ["entropy_coef", "length_penalty", "missing_eos_penalty"])
-def test_what_nemo_rl_does_not_have_is_refused(key):
-    with pytest.raises(BadInput, match=rf"engine nemo_rl needs ppo\.{key}=0\.0"):
-        make(ppo={key: 0.1}, launcher={"gpus_per_node": 2})

@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,18 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, stage_dir
 from stages.lib.core.params import Params, check_params
-from stages.lib.core.params.nemo_rl import NEMO_RL
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.lib.lm.loading import load_tokenizer
 from stages.ppo.alternatives.stage import load_prompts
-from stages.ppo.engines.nemo_rl import METRICS, NemoRlJob
+from stages.ppo.engines import rondo_check
+from stages.ppo.engines.nemo_rl import METRICS, REWARD_MODEL, NemoRlJob
 from stages.ppo.trainer import functional
 from tests import engine_settings
-from tests.stages.ppo.engines.nemo_rl_config import NemoRl
 
 CHECKOUT = os.environ.get("NEMO_RL", "")
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="needs NeMo RL: make test-engines clones it")
@@ -42,9 +42,12 @@ CODE = {
 }
 
 
-@pytest.fixture(scope="module")
-def nemo_rl() -> NemoRl:
-    return NemoRl(Path(CHECKOUT))
+@pytest.fixture(autouse=True)
+def nemo_rl(monkeypatch) -> Path:
+    """NeMo RL's files, of which those can be imported that need no GPU."""
+    monkeypatch.syspath_prepend(CHECKOUT)
+    monkeypatch.setitem(sys.modules, "soundfile", ModuleType("soundfile"))  # of other data
+    return Path(CHECKOUT)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +73,6 @@ def code() -> SimpleNamespace:
 
 
 @pytest.fixture
-def imported(monkeypatch) -> None:
-    """What needs no GPU can be imported."""
-    monkeypatch.syspath_prepend(CHECKOUT)
-    monkeypatch.setitem(sys.modules, "soundfile", ModuleType("soundfile"))  # of other data
-
-
-@pytest.fixture
 def job(make_round) -> Callable[..., NemoRlJob]:
     """A job of a round whose SFT and reward models are there."""
     params = make_round("r0", 1.0).model_dump(mode="json")
@@ -97,17 +93,22 @@ def read(config: Any, name: str) -> Any:
     return config
 
 
-def test_the_recorded_keys_are_those_of_the_checkout(nemo_rl):
-    assert (nemo_rl.version, nemo_rl.options()) == (NEMO_RL.version, NEMO_RL.options)
+def test_the_version_and_the_reward_model_are_those_of_the_checkout(nemo_rl):
+    package = runpy.run_path(str(nemo_rl / "nemo_rl/package_info.py"))
+    assert package["__shortversion__"] == NemoRlJob.version
+    recipe = yaml.safe_load((nemo_rl / "examples/configs/grpo_rm_1B.yaml").read_text())
+    section = recipe["env"]["reward_model"]
+    for name, value in REWARD_MODEL.items():
+        assert read(section, name) == value
 
 
-def test_nemo_rl_reads_the_command_as_it_is_meant(nemo_rl, job):
+def test_nemo_rl_reads_the_command_as_it_is_meant(job):
     made = job(warmup_updates=2, gradient_checkpointing=True)
     made.write_prompts([{"prompt": "a", "id": "1"}], load_tokenizer(made.sft))
     from_files = json.loads(made.driver.with_suffix(".json").read_text())
-    config = nemo_rl.compose(made.arguments() + from_files)
+    config = rondo_check.compose_nemo_rl(made.arguments() + from_files)
     for name, value in made.options().items():
-        assert read(config, name) == value, name
+        assert read(config, name.removeprefix("++")) == value, name
     assert "it's a job" in config["data"]["train"]["data_path"]
     assert config["ppo"]["reward_scaling"] == {
         name.rpartition(".")[2]: value for name, value in made.score_scale().items()
@@ -122,22 +123,21 @@ def test_nemo_rl_reads_the_command_as_it_is_meant(nemo_rl, job):
     assert config["policy"]["tokenizer"]["name"] == str(made.sft)
 
 
-def test_a_key_that_is_not_in_the_recipe_is_refused_by_hydra_and_by_rondo(nemo_rl, job):
-    plain = [word for word in job().arguments() if not word.startswith("++")]
-    assert len(plain) > 40
-    for word in plain:
-        name, _, value = word.partition("=")
-        with pytest.raises(nemo_rl.code.OverridesError):
-            nemo_rl.compose([f"{name}x={value}"])
-        with pytest.raises(BadInput, match="has no such option"):
-            job(engine_options={f"{name}x": 1})
+def test_a_key_that_is_not_in_the_recipe_is_refused(job):
+    from nemo_rl.utils.config import OverridesError
+
+    with pytest.raises(OverridesError, match=r"Could not override 'policy\.precison'"):
+        rondo_check.compose_nemo_rl(job(engine_options={"policy.precison": "float32"}).arguments())
+    options = {"env.reward_model.precision": "float32", "+policy.more": 1}
+    config = rondo_check.compose_nemo_rl(job(engine_options=options).arguments())
+    assert (config["env"]["reward_model"]["precision"], config["policy"]["more"]) == ("float32", 1)
 
 
-def test_checkpoints_are_named_as_the_driver_expects_and_none_is_deleted(nemo_rl, imported, job):
+def test_checkpoints_are_named_as_the_driver_expects_and_none_is_deleted(job):
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     made = job()
-    config = nemo_rl.compose(made.arguments())["checkpointing"]
+    config = rondo_check.compose_nemo_rl(made.arguments())["checkpointing"]
     manager = CheckpointManager(config)
     for step in (2, 4, 10):
         folder = manager.init_tmp_checkpoint(step, {"total_steps": step})
@@ -151,14 +151,14 @@ def test_checkpoints_are_named_as_the_driver_expects_and_none_is_deleted(nemo_rl
 
 def test_metrics_are_in_the_folder_that_rondo_reads(nemo_rl, code, job):
     made = job()
-    logger = nemo_rl.compose(made.arguments())["logger"]
+    logger = rondo_check.compose_nemo_rl(made.arguments())["logger"]
     folder = Path(code.get_next_experiment_dir(logger["log_dir"])) / "tensorboard"
     assert folder == made.events
-    source = (nemo_rl.folder / "nemo_rl/utils/logger.py").read_text()
+    source = (nemo_rl / "nemo_rl/utils/logger.py").read_text()
     assert 'os.path.join(self.base_log_dir, "tensorboard")' in source
 
 
-def test_nemo_rl_reads_the_prompts_as_the_tokens_of_the_sft_model(nemo_rl, imported, job):
+def test_nemo_rl_reads_the_prompts_as_the_tokens_of_the_sft_model(job):
     from nemo_rl.data.chat_templates import COMMON_CHAT_TEMPLATES
     from nemo_rl.data.datasets import load_response_dataset
     from nemo_rl.data.datasets.utils import update_single_dataset_config
@@ -167,7 +167,7 @@ def test_nemo_rl_reads_the_prompts_as_the_tokens_of_the_sft_model(nemo_rl, impor
     prompts = load_prompts(made.params, "r0")
     made.write_inputs(prompts.train, prompts.tokenizer)
     tokens = [ids for _, ids in prompts.train]
-    data = nemo_rl.compose(made.arguments())["data"]
+    data = rondo_check.compose_nemo_rl(made.arguments())["data"]
     update_single_dataset_config(data["train"], data["default"])
     dataset = load_response_dataset(data["train"])
     tokenizer = load_tokenizer(made.sft)
@@ -181,7 +181,7 @@ def test_nemo_rl_reads_the_prompts_as_the_tokens_of_the_sft_model(nemo_rl, impor
         assert datum["loss_multiplier"] == 1.0
 
 
-def test_the_reward_model_reads_prompt_and_response_and_eos(imported, job, tiny_folder):
+def test_the_reward_model_reads_prompt_and_response_and_eos(job):
     """As Rondo's stages have it, also of a tokenizer that has a BOS, but adds none."""
     from nemo_rl.data.chat_templates import COMMON_CHAT_TEMPLATES
     from nemo_rl.data.interfaces import TaskDataSpec
@@ -204,7 +204,7 @@ def test_the_reward_model_reads_prompt_and_response_and_eos(imported, job, tiny_
         assert read_ids == [*expected[0], *expected[1], policy.eos_token_id]
 
 
-def test_scores_are_calibrated_and_clipped(nemo_rl, code, job):
+def test_scores_are_calibrated_and_clipped(code, job):
     made = job(score_clip=2.0)
     model = read_json(made.reward / "config.json", "")
     scale = {name.rpartition(".")[2]: value for name, value in made.score_scale().items()}
@@ -229,17 +229,15 @@ def rollout() -> dict[str, torch.Tensor]:
     }
 
 
-def loss_config(nemo_rl: NemoRl, job: Callable[..., NemoRlJob], section: str) -> SimpleNamespace:
+def loss_config(job: Callable[..., NemoRlJob], section: str) -> SimpleNamespace:
     ppo = {"cliprange": CLIP, "cliprange_value": CLIP, "kl_coef": KL_COEF, "gamma": GAMMA}
-    config = nemo_rl.compose(job(lam=LAM, **ppo).arguments())
+    config = rondo_check.compose_nemo_rl(job(lam=LAM, **ppo).arguments())
     return SimpleNamespace(**{"use_cispo": False} | read(config, section))
 
 
-def test_rewards_kl_and_advantages(nemo_rl, code, job, rollout):
-    section = loss_config(nemo_rl, job, "ppo.adv_estimator")
-    estimator = code.GeneralizedAdvantageEstimator(
-        vars(section), loss_config(nemo_rl, job, "loss_fn")
-    )
+def test_rewards_kl_and_advantages(code, job, rollout):
+    section = loss_config(job, "ppo.adv_estimator")
+    estimator = code.GeneralizedAdvantageEstimator(vars(section), loss_config(job, "loss_fn"))
     advantages, returns = estimator.compute_advantage(
         prompt_ids=None,
         rewards=rollout["scores"],
@@ -270,7 +268,7 @@ def test_the_kl_of_a_token_is_limited(code):
     assert kl.tolist() == [3.0, 10.0]
 
 
-def test_losses(nemo_rl, code, job, rollout):
+def test_losses(code, job, rollout):
     """The loss of the policy is of the tokens from the second on."""
     data = {
         "token_mask": rollout["mask"],
@@ -282,14 +280,14 @@ def test_losses(nemo_rl, code, job, rollout):
         "returns": rollout["returns"],
     }
     number, mask = rollout["mask"].sum(), rollout["mask"].bool()
-    policy_loss = code.ClippedPGLossFn(loss_config(nemo_rl, job, "loss_fn"))
+    policy_loss = code.ClippedPGLossFn(loss_config(job, "loss_fn"))
     loss, metrics = policy_loss(rollout["logprobs"][:, 1:], data, torch.tensor(3.0), number)
     own, _ = functional.policy_loss(
         rollout["logprobs"], rollout["old"], rollout["advantages"], CLIP
     )
     torch.testing.assert_close(functional.masked_mean(own, mask), loss)
     assert metrics["kl_penalty"] == 0  # it is in the reward: no metric has it
-    value_loss = code.MseValueLossFn(loss_config(nemo_rl, job, "value_loss_fn"))
+    value_loss = code.MseValueLossFn(loss_config(job, "value_loss_fn"))
     loss, _ = value_loss(rollout["values"], data, torch.tensor(3.0), number)
     own, _ = functional.value_loss(
         rollout["values"], rollout["old_values"], rollout["returns"], CLIP
@@ -304,7 +302,7 @@ def test_names_of_metrics_are_those_that_nemo_rl_writes(nemo_rl):
         "experience/rollouts.py",
         "models/policy/workers/dtensor_policy_worker_v2.py",  # the learning rate
     )
-    sources = [(nemo_rl.folder / "nemo_rl" / path).read_text() for path in paths]
+    sources = [(nemo_rl / "nemo_rl" / path).read_text() for path in paths]
     for tag in METRICS:
         assert f'"{tag.removeprefix("train/")}"' in "".join(sources), tag
     # of the two calls, the one with the times of an update is the last
@@ -315,7 +313,7 @@ def test_names_of_metrics_are_those_that_nemo_rl_writes(nemo_rl):
 
 def test_a_job_that_continued_would_have_its_checkpoint_as_the_reference(nemo_rl):
     """Why none does: the reference is copied after the weights are loaded."""
-    models = nemo_rl.folder / "nemo_rl/models"
+    models = nemo_rl / "nemo_rl/models"
     worker = (models / "policy/workers/dtensor_policy_worker_v2.py").read_text()
     loads = worker.index("setup_model_and_optimizer(\n            config=config")
     assert loads < worker.index("setup_reference_model_state(self.model)")

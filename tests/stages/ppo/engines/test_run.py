@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import file_hash, read_json, read_jsonl, work_dir, write_json
-from stages.lib.core.params.engines import ENGINES as ENGINE_SETTINGS
 from stages.lib.core.ray.cluster import Job, RayCluster
 from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.loading import load_tokenizer
@@ -22,30 +21,10 @@ from tests.stages.ppo import stage_process
 
 FOLDER = Path("rounds/r0/ppo")
 SCALARS = {
-    *("policy_loss", "entropy", "policy_grad_norm", "learning_rate"),
-    *("score_mean", "response_length"),
+    *("policy_loss", "entropy", "policy_grad_norm", "learning_rate", "score_mean", "score_std"),
+    *("response_length", "clip_fraction", "kl_per_token", "eos_rate"),
 }
-# of an engine alone: scalars, the saved policies by update, the option that makes an event
-FURTHER = {
-    "openrlhf": {"clip_fraction", "kl_per_token", "score_std", "eos_rate"},
-    "verl": {"clip_fraction", "kl_per_token", "value_loss", "explained_variance"},
-    "nemo_rl": {"value_loss", "critic_grad_norm", "eos_rate"},
-}
-SAVED = {
-    "openrlhf": {2: "states/global_step2_hf", 4: "states/global_step4_hf", 5: "final"},
-    "verl": {update: f"policies/global_step_{update}" for update in (2, 4, 5)},
-    "nemo_rl": {update: f"policies/step_{update}" for update in (2, 4, 5)},
-}
-EVENT = {
-    "openrlhf": "logger.wandb.group",
-    "verl": "actor_rollout_ref.rollout.trace.experiment_name",
-    "nemo_rl": "policy.generation.vllm_cfg.kv_cache_dtype",
-}
-RESUMES = {
-    "openrlhf": "Loading the checkpoint: {states}/_actor/global_step2",
-    "verl": "Resuming from {states}/global_step_2/actor/huggingface",
-}
-ENGINES = ["openrlhf", "verl", "nemo_rl"]
+EVENT = "logger.wandb.group"
 
 
 def engine_folder() -> Path:
@@ -65,92 +44,58 @@ def jobs() -> list[str]:
     return [job.status for job in states() if job]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
-    events = {EVENT["verl"]: "DROP=3"} if engine == "verl" else {}
-    ppo(make_params(ray.address, events, engine=engine), "r0")
+def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
+    ppo(make_params(ray.address), "r0")
     steps = read_jsonl(FOLDER / "metrics.jsonl", "")
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
-    assert all(set(row) - {"step"} == SCALARS | FURTHER[engine] for row in steps[:5])
-    if engine != "nemo_rl":
-        assert [row["kl_per_token"] for row in steps[:5]] == pytest.approx(
-            [0.0, 0.01, 0.02, 0.03, 0.04], abs=1e-6
-        )
+    assert all(set(row) - {"step"} == SCALARS for row in steps[:5])
+    assert [row["kl_per_token"] for row in steps[:5]] == pytest.approx(
+        [0.0, 0.01, 0.02, 0.03, 0.04], abs=1e-6
+    )
     metrics, manifest = (
         read_json(FOLDER / "metrics.json", ""),
         read_json(FOLDER / "manifest.json", ""),
     )
     assert (metrics["updates"], metrics["stopped"]) == (5, "completed")
     assert [row["update"] for row in metrics["validations"]][:4] == [0, 2, 4, 5]
-    assert [row["validation_kl"] for row in steps[5:]] == [
-        row["kl"] for row in metrics["validations"][1:4]
-    ]
+    kls = [row["kl"] for row in metrics["validations"][:4]]
+    assert [row["validation_kl"] for row in steps[5:]] == kls[1:]
     # each policy is the one that the engine saved: another KL than the one before
-    assert sorted(row["kl"] for row in metrics["validations"][:4]) == [
-        row["kl"] for row in metrics["validations"][:4]
-    ]
-    assert (manifest["algorithm"], manifest["engine"]) == (
-        "ppo",
-        f"{engine} {ENGINE_SETTINGS[engine].version}",
-    )
-    folder, failed = engine_folder(), 2 if engine == "verl" else 0
-    assert manifest["engine_failed_episodes"] == failed
+    assert sorted(kls) == kls
+    assert (manifest["algorithm"], manifest["engine"]) == ("ppo", "openrlhf 0.11.2")
+    assert manifest["engine_failed_episodes"] == 0
+    folder = engine_folder()
+    saved = {2: "states/global_step2_hf", 4: "states/global_step4_hf", 5: "final"}
     assert manifest["engine_policies"] == {
-        str(update): saved_weights_hash(folder / saved) for update, saved in SAVED[engine].items()
+        str(update): saved_weights_hash(folder / path) for update, path in saved.items()
     }
-    for update, saved in SAVED[engine].items():
+    for update, path in saved.items():
         checkpoint = load_file(FOLDER / f"checkpoints/step_{update:05d}/model.safetensors")
-        saved_weights = load_file(folder / saved / "model.safetensors")
-        assert all(checkpoint[name].equal(weight) for name, weight in saved_weights.items())
-    if engine == "openrlhf":
-        assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
-    else:
-        assert (FOLDER / "critic/EMPTY").read_text() == f"{engine} has left no critic\n"
+        weights = load_file(folder / path / "model.safetensors")
+        assert all(checkpoint[name].equal(weight) for name, weight in weights.items())
+    assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
     assert {row["update"] for row in list(read_rollouts(FOLDER / "rollouts", ""))} == {0, 5}
     assert load_tokenizer(FOLDER / "policy").vocab_size
     assert jobs() == ["SUCCEEDED"]
     output = capsys.readouterr().out
     assert "submitted the job rondo-ppo-r0-" in output
-    assert ("verl has left out 2 or more episodes that failed" in output) is bool(failed)
-    assert f"{engine}: kept the policy after update" in output
+    assert "openrlhf: kept the policy after update" in output
 
 
-def test_a_failed_job_of_nemo_rl_starts_from_sft_again(make_params, ray):
-    """From a checkpoint, NeMo RL would continue by itself, with that policy as its reference."""
-    params = make_params(ray.address, {EVENT["nemo_rl"]: "FAIL=4"}, engine="nemo_rl")
+def test_options_that_the_engine_refuses_end_the_job_before_it_trains(make_params, ray):
+    params = make_params(ray.address, {"ds.zero_stage": "two"})
+    words = r"refuses its options: argument --ds\.zero_stage: invalid int value: 'two'\nNext: mend"
+    with pytest.raises(BadInput, match=words):
+        ppo(params, "r0")
+    assert jobs() == ["FAILED"]
+    assert not list(engine_folder().glob("tensorboard/*"))
+
+
+def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray):
+    params = make_params(ray.address, {EVENT: "FAIL=4"})
     with pytest.raises(RondoError) as failure:
         ppo(params, "r0")
-    assert "CUDA error: out of memory" in str(failure.value)
-    assert "which starts from SFT again: NeMo RL would continue with another" in str(failure.value)
-    saved = [path for name in ("states", "policies") for path in engine_folder().glob(f"{name}/*")]
-    assert [path.name for path in saved] == ["step_2"]
-    ppo(params, "r0")
-    assert jobs() == ["FAILED", "SUCCEEDED"]
-    steps = read_jsonl(FOLDER / "metrics.jsonl", "")
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
-    assert "Loading weights from" not in (engine_folder() / "engine.log").read_text()
-
-
-def test_nemo_rls_checkpoints_are_converted_while_it_trains(make_params, ray):
-    """So that a job which is stopped leaves its policies; its states are large."""
-    params = make_params(ray.address, {EVENT["nemo_rl"]: "SLOW=3"}, engine="nemo_rl")
-    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
-    process = stage_process.start()
-    stage_process.wait_for_updates(process, 2)
-    policies, states = (engine_folder() / name for name in ("policies", "states"))
-    until(lambda: (policies / "step_2").exists() and not list(states.iterdir()), 60)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert jobs() == ["STOPPED"]
-    assert [path.name for path in policies.iterdir()] == ["step_2"]
-
-
-@pytest.mark.parametrize("engine", RESUMES)
-def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys, engine):
-    params = make_params(ray.address, {EVENT[engine]: "FAIL=4"}, engine=engine)
-    with pytest.raises(RondoError) as failure:
-        ppo(params, "r0")
-    assert f"of {ENGINE_SETTINGS[engine].title} ended as FAILED" in str(failure.value)
+    assert "of OpenRLHF ended as FAILED" in str(failure.value)
     assert "CUDA error: out of memory" in str(failure.value)
     assert not (FOLDER / "metrics.json").exists()
     ppo(params, "r0")
@@ -159,7 +104,8 @@ def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys, engi
     # update 3 was made twice, since the last checkpoint was of update 2
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
     log = (engine_folder() / "engine.log").read_text()
-    assert log.count(RESUMES[engine].format(states=engine_folder().resolve() / "states")) == 1
+    start = engine_folder().resolve() / "states/_actor/global_step2"
+    assert log.count(f"Loading the checkpoint: {start}") == 1
 
 
 def test_a_job_of_a_single_update_has_its_metrics(make_params, ray):
@@ -169,36 +115,26 @@ def test_a_job_of_a_single_update_has_its_metrics(make_params, ray):
     ppo(params, "r0")
     steps = read_jsonl(FOLDER / "metrics.jsonl", "")
     assert [row["step"] for row in steps] == [1, 1]  # of the update, and of its validation
-    assert set(steps[0]) - {"step"} == SCALARS | FURTHER["openrlhf"]
+    assert set(steps[0]) - {"step"} == SCALARS
     assert read_json(FOLDER / "metrics.json", "")["updates"] == 1
 
 
 def test_metrics_that_were_lost_shift_no_policy(make_params, ray):
     """Those of update 3, e.g. since the job was killed before it wrote them."""
-    ppo(make_params(ray.address, {"logger.wandb.group": "LOST=3"}), "r0")
+    ppo(make_params(ray.address, {EVENT: "LOST=3"}), "r0")
     steps = read_jsonl(FOLDER / "metrics.jsonl", "")
     assert [row["step"] for row in steps] == [1, 2, 4, 5, 2, 4, 5]
-
-
-def test_a_reward_that_is_missing_ends_the_job_of_verl(make_params, ray):
-    """No episode gets a reward of 0 instead."""
-    with pytest.raises(RondoError) as failure:
-        ppo(make_params(ray.address, {EVENT["verl"]: "MUTE=3"}, engine="verl"), "r0")
-    assert 'has no score for a response: 500: {"error": "out of memory"}' in str(failure.value)
-    assert jobs() == ["FAILED"]
-    # those of the updates before it are kept; the next run continues from them
-    assert [path.name for path in (engine_folder() / "policies").iterdir()] == ["global_step_2"]
 
 
 def test_a_job_without_metrics_is_no_success(make_params, ray):
     with pytest.raises(
         RondoError, match=r"left no metrics in .*tensorboard/rondo: can the cluster write"
     ):
-        ppo(make_params(ray.address, {"logger.wandb.group": "LOST=0"}), "r0")
+        ppo(make_params(ray.address, {EVENT: "LOST=0"}), "r0")
 
 
 def test_a_loss_that_is_not_finite_stops_the_job(make_params, ray):
-    params = make_params(ray.address, {"logger.wandb.group": "NAN=3"}, total_episodes=400)
+    params = make_params(ray.address, {EVENT: "NAN=3"}, total_episodes=400)
     with pytest.raises(Diverged, match=r"openrlhf, update 3: policy_loss not finite.*Next: lower"):
         ppo(params, "r0")
     assert jobs() == ["STOPPED"]
@@ -208,7 +144,7 @@ def test_a_danger_stops_the_job_and_the_saved_policies_are_validated(make_params
     """The KL of the metrics, 0.01 per update, is above the budget from update 2 on."""
     params = make_params(
         ray.address,
-        {"logger.wandb.group": "SLOW=8"},
+        {EVENT: "SLOW=8"},
         total_episodes=400,
         kl_patience=3,
         max_kl_per_token=0.0095,
@@ -226,7 +162,7 @@ def test_a_danger_stops_the_job_and_the_saved_policies_are_validated(make_params
 
 
 def test_a_stage_that_is_ended_stops_its_job(make_params, ray):
-    params = make_params(ray.address, {"logger.wandb.group": "SLOW=3"})
+    params = make_params(ray.address, {EVENT: "SLOW=3"})
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     process = stage_process.start()
     stage_process.wait_for_updates(process, 2)
@@ -238,7 +174,7 @@ def test_a_stage_that_is_ended_stops_its_job(make_params, ray):
 
 
 def test_a_stage_that_is_killed_attaches_to_its_job(make_params, ray):
-    params = make_params(ray.address, {"logger.wandb.group": "SLOW=3"})
+    params = make_params(ray.address, {EVENT: "SLOW=3"})
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     process = stage_process.start()
     stage_process.wait_for_updates(process, 2)
@@ -291,7 +227,7 @@ def test_another_model_from_the_engine_is_refused(make_params, ray, spoil, messa
 
 def test_a_first_policy_that_is_sft_still_is_no_error(make_params, ray):
     """E.g. in a warm-up, or while the critic alone trains; the later ones count."""
-    ppo(make_params(ray.address, {EVENT["verl"]: "STILL=2"}, engine="verl"), "r0")
+    ppo(make_params(ray.address, {EVENT: "STILL=2"}), "r0")
     validations = read_json(FOLDER / "metrics.json", "")["validations"]
     kls = {row["update"]: row["kl"] for row in validations[:4]}
     assert (kls[0], kls[2]) == (0.0, 0.0)
@@ -299,8 +235,8 @@ def test_a_first_policy_that_is_sft_still_is_no_error(make_params, ray):
 
 
 def test_another_number_of_gpus_starts_anew(make_params, ray):
-    """verl's checkpoint is for as many processes as have saved it."""
-    params = make_params(ray.address, {"logger.wandb.group": "FAIL=1"})
+    """A checkpoint is for as many processes as have saved it."""
+    params = make_params(ray.address, {EVENT: "FAIL=1"})
     with pytest.raises(RondoError):
         ppo(params, "r0")
     params.launcher.gpus_per_node = 1
@@ -334,5 +270,5 @@ def test_another_version_of_the_engine_is_refused(make_params, ray, tmp_path):
     ray.environment["PYTHONPATH"] = f"{wrong.parent.parent}{os.pathsep}" + str(
         ray.environment["PYTHONPATH"]
     )
-    with pytest.raises(RondoError, match=r"has openrlhf 0\.11\.1, and Rondo needs 0\.11\.2"):
+    with pytest.raises(BadInput, match=r"has openrlhf 0\.11\.1, and Rondo needs 0\.11\.2"):
         ppo(make_params(ray.address), "r0")

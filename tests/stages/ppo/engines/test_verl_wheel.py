@@ -8,33 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params, check_params
-from stages.lib.core.params.verl import ACTOR, MODEL, ROLLOUT, VERL
 from stages.lib.lm.loading import load_tokenizer
 from stages.ppo.alternatives.stage import load_prompts
+from stages.ppo.engines import rondo_check
 from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.overrides import quoted
-from stages.ppo.engines.verl import VerlJob
+from stages.ppo.engines.job import hydra_value
+from stages.ppo.engines.verl import METRICS, MODEL, VerlJob
 from stages.ppo.trainer import functional
 from tests import engine_settings
-from tests.stages.ppo.engines.verl_config import Verl
-from tests.stages.ppo.engines.verl_wheel import FOLDER, WHEEL, needs_verl
+from tests.stages.ppo.engines.jobs import VERL_WHEEL, needs_verl, unpack_verl
 
 pytestmark = needs_verl
 GAMMA, LAM, CLIP, KL_COEF = 0.97, 0.9, 0.2, 0.3
 
 
-@pytest.fixture(scope="module")
-def verl() -> Verl:
-    return Verl(Path(WHEEL), FOLDER)
-
-
-@pytest.fixture
-def imported(verl, monkeypatch) -> None:
-    """verl can be imported."""
-    monkeypatch.syspath_prepend(str(verl.folder))
+@pytest.fixture(autouse=True)
+def verl(monkeypatch) -> Path:
+    """verl's files, which can be imported."""
+    folder = unpack_verl()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -62,26 +57,32 @@ def read(config: Any, name: str) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def test_the_recorded_keys_are_those_of_the_wheel(verl):
-    assert (verl.version, verl.options()) == (VERL.version, VERL.options)
-
-
-def test_verl_reads_the_command_as_it_is_meant_and_its_checks_accept_it(verl, job):
+def test_verl_reads_the_command_as_it_is_meant_and_its_checks_accept_it(job):
+    assert Path(VERL_WHEEL).name.split("-")[1] == VerlJob.version
     made = job()
-    config = verl.validate(made.arguments())
+    config = rondo_check.verl(made.arguments())
     for name, value in made.options().items():
-        assert read(config, name) == value, name
-    for name, value in made.added().items():
-        assert name not in VERL.options and read(config, name) == value
+        assert read(config, name.removeprefix("+")) == value, name
     assert "it's a job" in read(config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR")
 
 
-def test_policy_and_critic_have_the_micro_batches_and_wait_in_ram(verl, imported, job):
+def test_verl_says_how_a_key_that_its_config_does_not_name_is_added(job):
+    name = f"{MODEL}.override_config.attn_implementation"
+    with pytest.raises(Exception, match=rf"To append to your config use \+{name}='sdpa'"):
+        rondo_check.verl(job(engine_options={name: "sdpa"}).arguments())
+    config = rondo_check.verl(job(engine_options={f"+{name}": "sdpa"}).arguments())
+    assert read(config, name) == "sdpa"
+    strategy = {"critic.strategy": "megatron"}
+    with pytest.raises(Exception, match="megatron"):
+        rondo_check.verl(job(engine_options=strategy).arguments())
+
+
+def test_policy_and_critic_have_the_micro_batches_and_wait_in_ram(job):
     """What verl makes of its config: it has dynamic batches for a critic unless told otherwise."""
     from verl.utils.config import omega_conf_to_dataclass
 
     made = job(micro_batch_size=4)
-    config = verl.compose(made.arguments())
+    config = rondo_check.verl(made.arguments())
     actor, critic = (
         omega_conf_to_dataclass(section)
         for section in (config.actor_rollout_ref.actor, config.critic)
@@ -94,7 +95,7 @@ def test_policy_and_critic_have_the_micro_batches_and_wait_in_ram(verl, imported
         assert (each.param_offload, each.optimizer_offload) == (True, True)
     sizes = {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}
     sizes |= {"critic.fsdp.ulysses_sequence_parallel_size": 4}
-    split = verl.compose(job(engine_options=sizes).arguments())
+    split = rondo_check.verl(job(engine_options=sizes).arguments())
     for section, size in ((split.actor_rollout_ref.actor, 2), (split.critic, 4)):
         assert omega_conf_to_dataclass(section).engine.ulysses_sequence_parallel_size == size
 
@@ -106,62 +107,11 @@ def test_hydra_reads_texts_as_they_are(value):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for expected in (value, [value, 1, True, 0.5]):
-        [override] = OverridesParser.create().parse_overrides([f"a={quoted(expected)}"])
+        [override] = OverridesParser.create().parse_overrides([f"a={hydra_value(expected)}"])
         assert override.value() == expected
 
 
-SECTIONS = (f"{ACTOR}.", f"{MODEL}.", f"{ROLLOUT}.", "actor_rollout_ref.ref.", "critic.")
-APART = ("profiler", "turbo_config", "qat", "mtp", "tiled_mlp", "disaggregation", "prometheus")
-
-
-def test_what_is_accepted_here_verl_accepts(verl, job):
-    """Each key with each of these values: either it is refused before the run, or verl's own checks
-    take it.
-    """
-    from omegaconf import OmegaConf
-
-    made, refused, taken = job(), 0, 0
-    start = verl.compose(made.arguments())
-    values: list[Any] = [True, False, 2, 1, 0, -1, 0.5, "word", "", [1, 2], ["a"], []]
-    names = [
-        name
-        for name in VERL.options
-        if name.startswith(SECTIONS) and not any(part in name for part in APART)
-    ]
-    for name in names:
-        for value in values:
-            try:
-                options = job(engine_options={name: value}).options()
-            except BadInput:
-                refused += 1
-                continue
-            if VERL.options[name] is None or value in ("word", ""):
-                continue  # verl says what it knows of these later, e.g. by the name of a file
-            config = start.copy()
-            for key, setting in options.items():
-                OmegaConf.update(config, key, setting)
-            verl.check(config)
-            taken += 1
-    assert refused > 1000
-    assert taken > 100
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({f"{ACTOR}.strateg": "fsdp2"}, r"did you mean actor_rollout_ref\.actor\.strategy\?"),
-        ({f"{ACTOR}.strategy": "megatron"}, "expected one of fsdp, fsdp2"),
-    ],
-)
-def test_a_key_that_verl_refuses_is_refused(verl, job, options, message):
-    with pytest.raises(BadInput, match=message):
-        job(engine_options=options)
-    arguments = [f"{name}={quoted(value)}" for name, value in options.items()]
-    with pytest.raises(Exception, match=r"Could not override|strategy|megatron"):
-        verl.validate(job().arguments() + arguments)
-
-
-def test_verl_reads_the_prompts_as_the_tokens_of_the_sft_model(imported, job):
+def test_verl_reads_the_prompts_as_the_tokens_of_the_sft_model(job):
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
@@ -191,7 +141,7 @@ def rollout() -> dict[str, torch.Tensor]:
     return {"mask": mask, "scores": scores} | {name: torch.randn(3, 5) for name in names}
 
 
-def test_rewards_kl_and_advantages(imported, rollout):
+def test_rewards_kl_and_advantages(rollout):
     from tensordict import TensorDict
     from verl import DataProto
     from verl.trainer.ppo import core_algos
@@ -225,7 +175,7 @@ def test_rewards_kl_and_advantages(imported, rollout):
     torch.testing.assert_close(advantages[mask], own[mask])
 
 
-def test_losses(imported, rollout):
+def test_losses(rollout):
     from verl.trainer.ppo import core_algos
     from verl.workers.config import FSDPActorConfig
 
@@ -259,10 +209,8 @@ def test_losses(imported, rollout):
 
 
 def test_names_of_metrics_are_those_that_verl_writes(verl):
-    from stages.ppo.engines.verl import METRICS
-
     sources = [
-        (verl.folder / "verl" / path).read_text()
+        (verl / "verl" / path).read_text()
         for path in (
             "workers/utils/losses.py",
             "trainer/ppo/core_algos.py",
@@ -274,6 +222,6 @@ def test_names_of_metrics_are_those_that_verl_writes(verl):
     added = {"actor/grad_norm", "critic/grad_norm", "actor/lr"}  # with a prefix, by the trainer
     for name in METRICS.keys() - added:
         assert any(f'"{name}"' in source for source in sources), name
-    engine = (verl.folder / "verl/workers/engine_workers.py").read_text()
+    engine = (verl / "verl/workers/engine_workers.py").read_text()
     for name in added:
         assert f'"{name.partition("/")[2]}"' in engine, name
