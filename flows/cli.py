@@ -144,6 +144,7 @@ def add_run_commands(commands: Subparsers) -> None:
     )
     about_status = "show the progress of each round, the running stages and the stage at fault"
     add_command(commands, "status", about_status)
+    add_command(commands, "sync", "send MLflow what it lacks of all runs that were recorded here")
     garbage = add_command(
         commands, "gc", "remove old folders of isolated runs and old resume states"
     )
@@ -324,8 +325,6 @@ def promote(options: argparse.Namespace) -> int:
     from flows.core.git import person
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
-    from flows.tracking.outbox import Outbox
-    from flows.tracking.records import Record
 
     if options.rollback and options.version is not None:
         raise BadInput("--rollback takes no VERSION: it makes the previous champion the champion")
@@ -338,8 +337,15 @@ def promote(options: argparse.Namespace) -> int:
         if options.rollback:
             model_registry.roll_back(client, person(options.by), options.reason)
         print(model_registry.describe(client))
-    if Outbox(HOME / "outbox", Record).waiting():
-        print(f"{HOME / 'outbox'} is sent with the next run: MLflow may lack the last promotion")
+    return 0
+
+
+def sync(_: argparse.Namespace) -> int:
+    from flows.tracking.sync import send_all
+
+    for line in send_all(HOME.resolve(), print):
+        print(f"sent: {line}")
+    print("MLflow has all recorded runs")
     return 0
 
 
@@ -391,6 +397,7 @@ COMMANDS = {
     "report": report,
     "approve": approve,
     "promote": promote,
+    "sync": sync,
     "compare": compare,
     "best": best,
     "badcases": by_module,

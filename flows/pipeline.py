@@ -50,8 +50,7 @@ from flows.orchestration.decisions import (
 )
 from flows.report import page, summary
 from flows.tracking import provenance
-from flows.tracking.mlflow_tracker import open_tracker
-from flows.tracking.null_tracker import NullTracker
+from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
 from flows.tracking.records import Status
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.params import Params, load_params
@@ -108,7 +107,9 @@ def make_logger() -> LogLine:
     retry_condition_fn=retries.is_retryable,
     log_prints=False,
 )
-def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) -> dvc_stages.Outcome:
+def run_stage(
+    address: str, run_ref: provenance.RunRef, tracker: MlflowTracker
+) -> dvc_stages.Outcome:
     """Bring one stage up to date and stream its log.
 
     The run's page shows the progress of the stage and, at its end, its results. If the network or a
@@ -120,7 +121,6 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
 
     def on_line(line: str) -> None:
         log(line)
-        tracker.progress()
         run_artifacts.line(line)
 
     result, meter = "cancelled", Meter()
@@ -309,7 +309,7 @@ def run_stages(
     remaining: list[str],
     rounds: list[str],
     run_ref: provenance.RunRef,
-    tracker: NullTracker,
+    tracker: MlflowTracker,
     log: LogLine,
 ) -> None:
     """Run the stages of `remaining` in order, and remove each from `remaining` when it is done.
@@ -343,7 +343,7 @@ def close(
     run: str,
     rounds: list[str],
     remaining: list[str],
-    tracker: NullTracker,
+    tracker: MlflowTracker,
     log: LogLine,
     todo: set[str],
 ) -> None:

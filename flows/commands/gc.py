@@ -1,6 +1,7 @@
 """`rondo gc`: give disk back."""
 
 import logging
+import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from flows.core.run_locks import RUNS, is_free
+from flows.core.services import TRACKING_URI
 from flows.execution.dvc_stages import open_repo, remove_state
 from flows.execution.worktree import (
     WORKING_TREE_LOCK,
@@ -19,8 +21,8 @@ from flows.execution.worktree import (
     old_workspaces,
     workspaces,
 )
-from flows.tracking.model_upload import ModelUpload
-from flows.tracking.outbox import Outbox
+from flows.tracking import sync
+from flows.tracking.mlflow_store import OFF, store_uri
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import RESUME_STATE, WORK
 
@@ -87,10 +89,11 @@ def _age(path: Path) -> float:
 def _check_cache_is_free(home: Path) -> None:
     if not all(map(is_free, (home / RUNS).glob("*.lock"))):
         raise BadInput("a run is running: its results are not recorded yet; wait for its end")
-    if waiting := Outbox(home / "outbox/models", ModelUpload).waiting():
+    lacking = sync.unsent(home, not os.environ.get(TRACKING_URI))
+    if lacking and store_uri(home) != OFF:
         raise BadInput(
-            f"MLflow lacks the files of {len(waiting)} models, which may be in DVC's cache only: "
-            "the next run sends them"
+            f"MLflow lacks records or models of {len(lacking)} runs, whose files may be in DVC's "
+            "cache only: `rondo sync` sends them"
         )
 
 

@@ -1,18 +1,17 @@
 """Send records to MLflow.
 
 A pipeline run is a parent run, each stage of a round a child run, each checkpoint a LoggedModel.
-Runs are identified by their tags, and MLflow stores equal metrics once, so that sending a record
-twice changes nothing.
+Runs and models are found by their tags, and MLflow stores equal metrics once, so that sending a
+record twice changes nothing.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import mlflow
 import pandas
@@ -23,6 +22,7 @@ from mlflow.entities import (
     InputTag,
     LoggedModel,
     LoggedModelInput,
+    LoggedModelOutput,
     LoggedModelStatus,
     Metric,
     Param,
@@ -32,18 +32,18 @@ from mlflow.entities import (
 from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, ErrorCode
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
-from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry
-from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
-from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_DATASET_CONTEXT,
+    MLFLOW_MODEL_IS_EXTERNAL,
+    MLFLOW_PARENT_RUN_ID,
+    MLFLOW_RUN_NOTE,
+)
 from requests.exceptions import RequestException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.core.databases import make_database
 from flows.core.services import (
-    MLFLOW_ARTIFACTS,
     MLFLOW_DATABASE,
     TRACKING_URI,
     running_mlflow,
@@ -51,19 +51,16 @@ from flows.core.services import (
     without_credentials,
 )
 from flows.tracking import model_registry
-from flows.tracking.logged_models import EVALUATION, create_model, earlier_model, model_of_run
 from flows.tracking.mlflow_server import make_tables
-from flows.tracking.model_upload import ModelUpload, upload
 from flows.tracking.models import Checkpoint
 from flows.tracking.provenance import PROJECT
-from flows.tracking.records import Data, Record, Step, health
+from flows.tracking.records import Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
 
 EXPERIMENT = "rondo"
 # Data set of a model's metrics. MLflow's charts have it in their titles, by which they join models:
 # it is short, and the same in all rounds.
-HELD_OUT = "eval"
-MAX_METRICS, MAX_PARAMS, MAX_TAGS = 1000, 100, 100  # per request, limits of MLflow
+HELD_OUT, HELD_DATA = "eval", "prepare/data"
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -73,24 +70,18 @@ SETTINGS = {
 SQLITE = "sqlite:///"
 OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
-REJECTIONS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
 MAX_REASON = 1000  # characters of an error's message
 OTHER_STORE = (
     f"set {TRACKING_URI} to an MLflow server (http://...) or a database (sqlite:///...), or unset "
     "it for the project's own"
 )
+EVALUATION = ("evaluation_id", "lineage")  # tags of a record, for the models of its evaluation
+MODEL_TAGS = ("round", "seed", "revision", "preset", PROJECT)  # of a record, for its models
+# Tags: the pipeline run, the stage, and a hash of the record that MLflow has completely
+RUN, ADDRESS, RECORD = "rondo.run", "rondo.address", "rondo.record"
+PIPELINE = "pipeline"  # the address of a pipeline run
+ENDED = ("FINISHED", "FAILED", "KILLED")
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
-
-
-def artifact_repository(
-    artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None
-) -> ArtifactRepository:
-    """MLflow's access to the artifacts behind a server; without the local server, to its folder."""
-    uri = tracking_uri or mlflow.get_tracking_uri()
-    if not uri.startswith(SQLITE):
-        return MlflowArtifactsRepository(artifact_uri, tracking_uri, registry_uri)
-    folder = Path(make_url(uri).database or "").resolve().parent / MLFLOW_ARTIFACTS
-    return LocalArtifactRepository((folder / urlsplit(artifact_uri).path.lstrip("/")).as_uri())
 
 
 def connect(uri: str) -> MlflowClient:
@@ -103,7 +94,6 @@ def connect(uri: str) -> MlflowClient:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    _artifact_repository_registry.register("mlflow-artifacts", artifact_repository)
     if uri.startswith(SQLITE) and (database := make_url(uri).database):
         make_database(Path(database), make_tables)
     user_uri = os.environ.get(TRACKING_URI)
@@ -154,7 +144,7 @@ class MlflowStore:
             local: whether it is the server of `rondo up` or its database; other servers choose
                 where artifacts are.
         """
-        self.client = connect(uri)
+        self.client, self.local = connect(uri), local
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
         if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
             # The name stays taken, and MLflow accepts no run in a deleted experiment.
@@ -168,66 +158,55 @@ class MlflowStore:
         )
         self.runs: dict[tuple[str, str], str] = {}  # MLflow's run id by run and address
 
-    def is_reachable(self) -> bool:
-        """Whether MLflow answers now."""
-        try:
-            self.client.get_experiment(self.experiment)
-        except FAILURES:
-            return False
-        return True
-
     def run_id(self, run: str, address: str, started: int) -> str:
         """The MLflow run of a stage, created if it does not exist.
 
         The empty address stands for the pipeline run. `started`: milliseconds since the epoch.
         """
-        if existing := self._existing_run(run, address):
-            return existing
-        tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
-        if address:
-            tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
-        created = self.client.create_run(self.experiment, started, tags, address or run)
-        self.runs[run, address] = created.info.run_id
+        if (run, address) not in self.runs:
+            self.runs_of(run)
+        if (run, address) not in self.runs:
+            tags = {RUN: run, ADDRESS: address or PIPELINE}
+            if address:
+                tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
+            created = self.client.create_run(self.experiment, started, tags, address or run)
+            self.runs[run, address] = created.info.run_id
         return self.runs[run, address]
 
-    def _existing_run(self, run: str, address: str) -> str | None:
-        if (run, address) not in self.runs:
-            name = address or "pipeline"
-            query = f"tags.`rondo.run` = '{run}' and tags.`rondo.address` = '{name}'"
-            if matches := self.client.search_runs([self.experiment], query):
-                self.runs[run, address] = matches[0].info.run_id
-        return self.runs.get((run, address))
+    def runs_of(self, run: str) -> dict[str, Run]:
+        """The MLflow runs of a pipeline run by address; its own has the empty one."""
+        found: list[Run] = []
+        token = None
+        while token != "":
+            page = self.client.search_runs(
+                [self.experiment], f"tags.`{RUN}` = '{run}'", page_token=token
+            )
+            found += page
+            token = page.token or ""
+        runs = {one.data.tags[ADDRESS].removeprefix(PIPELINE): one for one in found}
+        self.runs |= {(run, address): one.info.run_id for address, one in runs.items()}
+        return runs
 
     def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
         """Send metrics by step to the stage's run.
 
         PPO's health goes to the pipeline run too: MLflow compares pipeline runs in one chart.
         """
-        self._log_metrics(self.run_id(run, address, started), steps)
-        self._log_metrics(self.run_id(run, "", started), health(address, steps))
+        for part, of_part in ((address, steps), ("", health(address, steps))):
+            metrics = [Metric(step.key, step.value, step.time, step.step) for step in of_part]
+            self.client.log_batch(self.run_id(run, part, started), metrics)
 
-    def _log_metrics(self, run_id: str, steps: Sequence[Step]) -> None:
-        self._log_batches(
-            run_id, [Metric(step.key, step.value, step.time, step.step) for step in steps]
-        )
+    def send(self, record: Record, digest: str = "") -> None:
+        """Send all parts of a record but the files of its models; a part that MLflow has already is
+        not stored twice.
 
-    def _log_batches(self, run_id: str, metrics: Sequence[Metric]) -> None:
-        for first in range(0, len(metrics), MAX_METRICS):
-            self.client.log_batch(run_id, metrics=metrics[first : first + MAX_METRICS])
-
-    def send(self, record: Record) -> list[ModelUpload]:
-        """Send all parts of a record; a part that MLflow has already is not stored twice.
-
-        Returns:
-            The models whose files are to be uploaded.
+        Args:
+            digest: the hash of its file, which becomes a tag when MLflow has all of it.
         """
         run_id = self.run_id(record.run, record.address, record.started)
-        params = [Param(key, value[:MAX_VALUE]) for key, value in record.params.items()]
-        for first in range(0, len(params), MAX_PARAMS):
-            self.client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
-        tags = [RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()]
-        for first in range(0, len(tags), MAX_TAGS):
-            self.client.log_batch(run_id, tags=tags[first : first + MAX_TAGS])
+        params = [Param(key, text[:MAX_VALUE]) for key, text in record.params.items()]
+        tags = [RunTag(key, text[:MAX_VALUE]) for key, text in record.tags.items()]
+        self.client.log_batch(run_id, params=params, tags=tags)
         last = max((step.step for step in record.steps), default=0)
         final = [
             Step(key=f"final/{key}", value=value, time=record.ended, step=last)
@@ -235,55 +214,37 @@ class MlflowStore:
         ]
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         self._send_files(run_id, record)
-        uploads = self._send_models(run_id, record)
-        self._set_status(run_id, record)
+        self._send_models(run_id, record)
         if record.promotion:
-            model_registry.promote(
+            model_registry.register(
                 self.client, self.experiment, run_id, record.promotion, record.ended
             )
-        return uploads
+        self._set_status(run_id, record)
+        self.client.set_tag(run_id, RECORD, digest)
 
     def _set_status(self, run_id: str, record: Record) -> None:
-        info = self.client.get_run(run_id).info
-        if record.status in ("FINISHED", "FAILED", "KILLED"):
-            # the clock may have been set back since the start
-            ended = max(record.ended, info.start_time)
-            if record.address:
-                # Tries of a stage share a run, and people or servers let the second one wait. A
-                # stage that an earlier try completed does not compute again.
-                worked = record.ended - record.started
-                ended = info.start_time + worked if worked else info.end_time or ended
-            self.client.set_terminated(run_id, record.status, ended)
-            return
-        is_late = (info.end_time or 0) > record.ended  # it has ended since
-        if info.status != record.status and not is_late:
+        if record.status not in ENDED:
             self.client.update_run(run_id, record.status)
-
-    def end_killed(self, project: str, is_alive: Callable[[str], bool]) -> None:
-        """Set the status of runs that were killed: RUNNING, and not alive.
-
-        Args:
-            project: their tag PROJECT.
-            is_alive: whether the process of the run with this name lives.
-        """
-        query = f"tags.`rondo.address` = 'pipeline' and tags.{PROJECT} = '{project}'"
-        for run in self._running(query):
-            if not is_alive(run.data.tags["rondo.run"]):
-                family = f"tags.{MLFLOW_PARENT_RUN_ID} = '{run.info.run_id}'"
-                stages = self.client.search_runs([self.experiment], family)
-                last = max(one.info.end_time or one.info.start_time for one in (run, *stages))
-                for killed in (run, *self._running(family)):
-                    self.client.set_terminated(killed.info.run_id, "KILLED", last)
-
-    def _running(self, query: str) -> list[Run]:
-        return list(
-            self.client.search_runs([self.experiment], f"attributes.status = 'RUNNING' and {query}")
-        )
+            return
+        info = self.client.get_run(run_id).info
+        # the clock may have been set back since the start
+        ended = max(record.ended, info.start_time)
+        if record.address:
+            # Tries of a stage share a run, and people or servers let the second one wait. A stage
+            # that an earlier try completed does not compute again.
+            worked = record.ended - record.started
+            ended = info.start_time + worked if worked else info.end_time or ended
+        elif record.status == "KILLED":  # and with it the stage that was computing
+            for stage in self.runs_of(record.run).values():
+                if stage.info.status == "RUNNING" and stage.info.run_id != run_id:
+                    end = max(ended, stage.info.start_time)
+                    self.client.set_terminated(stage.info.run_id, record.status, end)
+        self.client.set_terminated(run_id, record.status, ended)
 
     def _send_files(self, run_id: str, record: Record) -> None:
         """Names and hashes of input data, texts as artifacts, samples as a table."""
         if record.inputs:
-            inputs = [_data_set(data, data.path, "input") for data in record.inputs]
+            inputs = [_data_set(*data, data[0], "input") for data in record.inputs.items()]
             self.client.log_inputs(run_id, inputs)
         for name, text in record.texts.items():
             self.client.log_text(run_id, text, name)
@@ -294,43 +255,62 @@ class MlflowStore:
             rows = [{key: _cell(value) for key, value in row.items()} for row in record.samples]
             self.client.log_table(run_id, pandas.DataFrame(rows), "samples.json")
 
-    def _send_models(self, run_id: str, record: Record) -> list[ModelUpload]:
-        """LoggedModels: outputs of the run of the stage that made them, inputs of other runs.
-
-        Returns:
-            The models whose files are to be uploaded.
-        """
-        uploads = []
-        data = next((data for data in record.inputs if data.path.endswith("prepare/data")), None)
+    def _send_models(self, run_id: str, record: Record) -> None:
+        """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
+        data = next((data for data in record.inputs.items() if data[0].endswith(HELD_DATA)), None)
         if data and any(checkpoint.metrics for checkpoint in record.checkpoints):
-            self.client.log_inputs(run_id, [_data_set(data, HELD_OUT, "eval")])
-        used = []
+            self.client.log_inputs(run_id, [_data_set(*data, HELD_OUT, "eval")])
         for checkpoint in record.checkpoints:
-            model = earlier_model(self.client, self.experiment, record, checkpoint)
-            if model:
-                used.append(LoggedModelInput(model.model_id))
-            else:
-                model = self._send_model(run_id, record, checkpoint, data)
-            if checkpoint.files and model.status == LoggedModelStatus.PENDING:
-                uploads.append(
-                    ModelUpload(
-                        model_id=model.model_id, name=checkpoint.name, files=checkpoint.files
-                    )
-                )
-        if used:
-            self.client.log_inputs(run_id, models=used)
-        return uploads
+            maker = checkpoint.made_by or record.address
+            owner = self.runs.get((record.run, maker), run_id)
+            model = self._earlier_model(record, checkpoint)
+            if model is None:
+                made = self._find_model(checkpoint.name, {}, f"source_run_id = '{owner}'")
+                model = made or self._create_model(owner, record, checkpoint)
+                self._send_metrics(run_id, record, checkpoint, model.model_id, data)
+            if model.source_run_id != run_id:
+                self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
 
-    def _send_model(
-        self, run_id: str, record: Record, checkpoint: Checkpoint, data: Data | None
-    ) -> LoggedModel:
-        """The LoggedModel of this pipeline run, created if it does not exist, and its metrics."""
-        owner = self._existing_run(record.run, checkpoint.made_by or record.address) or run_id
-        model = model_of_run(self.client, self.experiment, owner, checkpoint.name)
-        model = model or create_model(self.client, self.experiment, owner, record, checkpoint)
-        self._send_metrics(run_id, record, checkpoint, model.model_id, data)
-        if owner != run_id:
-            self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+    def _earlier_model(self, record: Record, checkpoint: Checkpoint) -> LoggedModel | None:
+        """The newest LoggedModel that this project has of an unchanged model and its evaluation.
+
+        None if the model's stage ran, or if MLflow has to store files that this LoggedModel lacks.
+        """
+        if record.tags.get("dvc") != "unchanged" or PROJECT not in record.tags:
+            return None
+        names = (PROJECT, "round", *EVALUATION)
+        tags = {name: record.tags[name] for name in names if name in record.tags}
+        tags["md5"] = checkpoint.digest
+        return self._find_model(checkpoint.name, tags, with_files=bool(checkpoint.files))
+
+    def _find_model(
+        self, name: str, tags: Mapping[str, str], *conditions: str, with_files: bool = False
+    ) -> LoggedModel | None:
+        """The newest LoggedModel with this name and these tags.
+
+        Args:
+            with_files: whether MLflow must have its files, or get them.
+        """
+        query = [f"name = '{name}'", *conditions]
+        query += [f"tags.`{tag}` = '{value}'" for tag, value in tags.items()]
+        newest_first = [{"field_name": "creation_timestamp", "ascending": False}]
+        found = self.client.search_logged_models(
+            [self.experiment], " AND ".join(query), order_by=newest_first
+        )
+        return next((model for model in found if has_files(model) or not with_files), None)
+
+    def _create_model(self, owner: str, record: Record, checkpoint: Checkpoint) -> LoggedModel:
+        """A LoggedModel: PENDING if its files follow, else one whose files MLflow does not have."""
+        tags = {"md5": checkpoint.digest, "stage": checkpoint.stage, RUN: record.run}
+        tags |= {name: record.tags[name] for name in MODEL_TAGS if name in record.tags}
+        tags |= {f"data {path}": digest for path, digest in record.inputs.items()}
+        if checkpoint.no_files:
+            tags[MLFLOW_RUN_NOTE] = f"MLflow does not have the files: {checkpoint.no_files}"
+        params = {"path": checkpoint.path, "step": str(checkpoint.step)}
+        creates = (mlflow.create_external_model, mlflow.initialize_logged_model)
+        create = creates[bool(checkpoint.files)]
+        model = create(checkpoint.name, owner, tags, params, checkpoint.stage, self.experiment)
+        self.client.log_outputs(owner, [LoggedModelOutput(model.model_id, checkpoint.step)])
         return model
 
     def _send_metrics(
@@ -339,32 +319,52 @@ class MlflowStore:
         record: Record,
         checkpoint: Checkpoint,
         model_id: str,
-        data: Data | None,
+        data: tuple[str, str] | None,
     ) -> None:
         """The metrics of a model, with the data set on which they were measured."""
+        data_set = {"dataset_name": HELD_OUT, "dataset_digest": data[1]} if data else {}
         metrics = [
-            Metric(
-                name,
-                value,
-                record.ended,
-                checkpoint.step,
-                model_id=model_id,
-                dataset_name=HELD_OUT if data else None,
-                dataset_digest=data.digest if data else None,
-            )
+            Metric(name, value, record.ended, checkpoint.step, model_id=model_id, **data_set)
             for name, value in checkpoint.metrics.items()
         ]
-        self._log_batches(run_id, metrics)
+        self.client.log_batch(run_id, metrics)
         if evaluation := {name: record.tags[name] for name in EVALUATION if name in record.tags}:
             self.client.set_logged_model_tags(model_id, evaluation)
 
-    def upload(self, item: ModelUpload) -> None:
-        """Upload the files of a model; an interrupted upload goes on."""
-        upload(self.client, item)
+    def pending_models(self, run: str) -> list[LoggedModel]:
+        """The LoggedModels of a pipeline run whose files are not all there, oldest first."""
+        found: list[LoggedModel] = []
+        token: str | None = None
+        while token != "":
+            page = self.client.search_logged_models(
+                [self.experiment],
+                f"tags.`{RUN}` = '{run}'",
+                order_by=[{"field_name": "creation_timestamp"}],
+                page_token=token,
+            )
+            found += [model for model in page if model.status == LoggedModelStatus.PENDING]
+            token = page.token or ""
+        return found
+
+    def sft_model(self, name: str, digest: str) -> str:
+        """The id of a LoggedModel with the files of an SFT model.
+
+        Raises:
+            BadInput: there is none.
+        """
+        model = self._find_model(name, {"md5": digest}, with_files=True)
+        if model is None or model.status != LoggedModelStatus.READY:
+            raise BadInput(f"it adapts the SFT model {name}, whose files MLflow does not have")
+        return str(model.model_id)
 
 
-def _data_set(data: Data, name: str, context: str) -> DatasetInput:
-    dataset = Dataset(name, data.digest, "local", json.dumps({"uri": data.path}))
+def has_files(model: LoggedModel) -> bool:
+    """Whether MLflow has the files of a model, or gets them."""
+    return MLFLOW_MODEL_IS_EXTERNAL not in model.tags and model.status != LoggedModelStatus.FAILED
+
+
+def _data_set(path: str, digest: str, name: str, context: str) -> DatasetInput:
+    dataset = Dataset(name, digest, "local", json.dumps({"uri": path}))
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
 
 
@@ -412,8 +412,19 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         )
     if uri == sqlite_uri(database) and not database.exists():
         raise BadInput(f"{database} is missing: no run was recorded here; `rondo run` records one")
-    try:
+    with naming_failures(uri):
         yield connect(uri)
+
+
+@contextmanager
+def naming_failures(uri: str) -> Iterator[None]:
+    """Turn each failure of MLflow at `uri` into an error with the next step.
+
+    Raises:
+        RondoError: MLflow is unreachable or returned an error.
+    """
+    try:
+        yield
     except FAILURES as error:
         fix = "start it, or set MLFLOW_TRACKING_URI to one that is running"
         if uri.startswith(SQLITE):
@@ -433,17 +444,6 @@ def experiment_of(client: MlflowClient) -> str:
     if experiment is None:
         raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
     return str(experiment.experiment_id)
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether MLflow may take later what it has not taken now, e.g. since its disk is full or the
-    token has expired; else it rejected what it was sent.
-    """
-    if isinstance(error, MlflowException):
-        return error.get_http_status_code() not in REJECTIONS
-    if isinstance(error, RequestException) and error.response is not None:
-        return error.response.status_code not in REJECTIONS
-    return isinstance(error, FAILURES)
 
 
 def cause(error: Exception) -> str:

@@ -1,20 +1,20 @@
 """Mirrors a pipeline run to MLflow while it runs.
 
-The files of a stage are read and written to the outbox at once. A thread sends them, so that no
-stage waits for MLflow. A second thread uploads models, so that no record waits for a large file. If
-MLflow is unreachable, the stages continue: the records stay in `.rondo/outbox` and are sent later,
-also by later runs.
+What a stage made is recorded in files when it ends (sync.py). A thread sends MLflow what it lacks,
+so that no stage waits for it. If MLflow is unreachable, the stages continue, and the next run or
+`rondo sync` sends the rest.
 """
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
 
+from flows.core.addresses import split_address
+from flows.core.bookkeeping import bookkeeping
 from flows.core.run_locks import is_alive
 from flows.core.services import (
     TRACKING_URI,
@@ -24,19 +24,19 @@ from flows.core.services import (
     without_credentials,
 )
 from flows.execution.meter import Meter
-from flows.tracking.mlflow_store import (
-    OFF,
-    MlflowStore,
-    cause,
-    may_pass,
-    store_uri,
-)
-from flows.tracking.model_upload import ModelUpload
-from flows.tracking.null_tracker import NullTracker
-from flows.tracking.outbox import Outbox
+from flows.tracking import model_registry, sync
+from flows.tracking.mlflow_store import OFF, MlflowStore, cause, store_uri
 from flows.tracking.provenance import PROJECT
-from flows.tracking.records import Record, Status, milliseconds, read_record, read_steps
+from flows.tracking.records import (
+    Record,
+    Status,
+    champion_digest,
+    milliseconds,
+    read_record,
+    read_steps,
+)
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.progress import progress
 
@@ -44,11 +44,12 @@ EVERY_SECONDS = 10.0  # between two readings of a stage's metrics
 PAUSE_SECONDS = 60.0  # without tries, after MLflow was unreachable
 PAGE_SECONDS, CLOSE_SECONDS = 10.0, 120.0  # the longest that a page's URL, and the end, wait
 
-Jobs = Queue[Callable[[], object] | None]
 
+class MlflowTracker:
+    """Mirrors a pipeline run to MLflow, or does nothing if tracking is switched off.
 
-class MlflowTracker(NullTracker):
-    """Mirrors a pipeline run to MLflow; that MLflow is unreachable is reported once."""
+    That MLflow is unreachable is reported once.
+    """
 
     def __init__(
         self,
@@ -60,65 +61,65 @@ class MlflowTracker(NullTracker):
         local: bool = True,
         upload: Collection[Upload] = (),
     ) -> None:
-        """Register the pipeline run with MLflow.
+        """Start the thread that sends.
 
         Args:
             run: the name of the pipeline run.
-            uri: of the MLflow server or database.
+            uri: of the MLflow server or database, or OFF.
             home: the .rondo folder.
             tags: of the pipeline run and of all its stages.
             log: is called with each message.
             local: whether the store is that of `home`; then artifacts are kept there, too.
             upload: the kinds of models whose files MLflow stores.
         """
-        self.run, self.uri, self.tags, self.log = run, uri, dict(tags), log
+        self.run, self.uri, self.tags = run, uri, dict(tags)
+        self.log_line, self.logged = log, set[str]()
         self.home, self.local, self.upload = home, local, upload
-        self.outbox = Outbox(home / "outbox", Record)
-        self.uploads = Outbox(home / "outbox/models", ModelUpload)
-        self.outbox.take_over(home / "unsent.jsonl")
         self.store: MlflowStore | None = None
         self.warned, self.refusal = False, ""  # why this address never takes a record
-        self.address, self.meter = "", Meter()  # of the running stage
-        self.next_time, self.paused_until = 0.0, 0.0  # of time.monotonic()
+        self.stage: tuple[str, Meter] | None = None  # that runs
         self.sent_lines: dict[str, int] = {}  # of metrics.jsonl, by address
-        self.jobs, self.upload_jobs = Jobs(), Jobs()
-        self.thread, self.upload_thread = (
-            Thread(target=self._work, args=[jobs], name="mlflow", daemon=True)
-            for jobs in (self.jobs, self.upload_jobs)
-        )
-        self.thread.start()
-        self.upload_thread.start()
+        self.champion = ""  # the md5 of the champion, when this was last read
+        self.paused_until = 0.0  # of time.monotonic()
+        # A request to send, done when the records are sent; None: send all that is left, and end
+        self.requests = Queue[Event | None]()
+        self.thread = Thread(target=self._work, name="mlflow", daemon=True)
+        if uri != OFF:
+            self.thread.start()
 
     def begin(self) -> None:
-        self.jobs.put(self._end_killed)
-        self._send_status("RUNNING", tags=self.tags)
+        """Call when the pipeline run begins, and when it goes on after a wait or an end."""
+        with bookkeeping("finding the champion", self.log):
+            self.champion = champion_digest()
+        self._send_status("RUNNING")
 
     def wait(self) -> None:
+        """Call when the pipeline run waits for a decision, and its process ends."""
         self._send_status("SCHEDULED")
         self.flush()
 
     def start(self, address: str, meter: Meter) -> None:
-        self.address, self.meter = address, meter
-        self.next_time = time.monotonic() + EVERY_SECONDS
-        self.sent_lines[address] = 0
-
-    def progress(self) -> None:
-        if time.monotonic() >= self.next_time and self.jobs.empty():
-            self.jobs.put(partial(self._send_steps, self.address, self._began()))
-            self.next_time = time.monotonic() + EVERY_SECONDS
+        """Call when a stage begins; `meter` measures the time in which it computes."""
+        self.sent_lines[address], self.stage = 0, (address, meter)
 
     def finish(self, outcome: str) -> None:
-        record = read_record(self.run, self.address, outcome, self.tags, self.upload)
-        record.started = self._began()
-        record.ended = record.started + round(self.meter.seconds * 1000)
+        """Call when the stage ended: `ran`, `restored`, `unchanged`, `failed` or `cancelled`."""
+        if self.uri == OFF:
+            return
+        assert self.stage
+        (address, meter), self.stage = self.stage, None
+        earlier = sync.read(self.home, self.run, address)
+        if outcome == "unchanged" and earlier and earlier.status == "FINISHED":
+            return  # this run has recorded it before it waited, or was retried
+        record = read_record(self.run, address, outcome, self.tags, self.upload)
+        record.started = _began(meter)
+        record.ended = record.started + round(meter.seconds * 1000)
+        if record.promotion:
+            self.champion = champion_digest()
         self.send(record)
 
-    def _began(self) -> int:
-        """When the stage began to compute, in milliseconds since the epoch; now if it has not."""
-        began = self.meter.began
-        return milliseconds() if began is None else int(began * 1000)
-
     def page(self, address: str = "", text: str = "") -> str | None:
+        """The URL of the page of a stage, of the pipeline run, or of one of its texts, if any."""
         if time.monotonic() >= self.paused_until:
             self.flush(PAGE_SECONDS)
         run_id = self.store.runs.get((self.run, address)) if self.store else None
@@ -129,91 +130,129 @@ class MlflowTracker(NullTracker):
         return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{artifact}?{WORKFLOW}"
 
     def send(self, record: Record) -> None:
-        """Write the record to disk; the thread sends it after the records that wait already."""
-        self.outbox.add(record)
-        self.jobs.put(self._send_waiting)
+        """Write the record to disk; the thread sends it."""
+        if self.uri != OFF:
+            sync.save(self.home, record)
+            self.requests.put(Event())
 
     def flush(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait until all records so far are sent, at most this long."""
         done = Event()
-        self.jobs.put(done.set)
+        self.requests.put(done)
         if self.thread.is_alive():
             done.wait(seconds)
 
     def close(
         self, status: Status, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS
     ) -> None:
-        self.paused_until = 0.0
+        """Call when the pipeline run ended, with its report and summary by file name."""
         self._send_status(status, texts=dict(texts))
         self.finish_sending(seconds)
 
     def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
-        end = time.monotonic() + seconds
-        # The records first: a record may ask for an upload.
-        for jobs, thread in ((self.jobs, self.thread), (self.upload_jobs, self.upload_thread)):
-            jobs.put(None)
-            with progress("sending to MLflow"):
-                thread.join(max(0.0, end - time.monotonic()))
-        for outbox, subject in ((self.outbox, "records"), (self.uploads, "uploads of models")):
-            if waiting := outbox.waiting():
-                fate = "is sent with the next run"
-                if self.refusal:
-                    fate = f"cannot be sent to this address, and is kept. {self.refusal}"
-                self.log(f"MLflow is missing {len(waiting)} {subject}: {outbox.folder} {fate}")
+        """Call after the last record: wait, at most this long, until all is sent, models too."""
+        if self.uri == OFF:
+            return
+        self.requests.put(None)
+        with progress("sending to MLflow"):
+            self.thread.join(seconds)
+        lacking = [
+            folder
+            for folder in sync.unsent(self.home, self.local)
+            if folder.name == self.run or not is_alive(self.home, folder.name)
+        ]
+        if lacking:
+            fate = f"they cannot be sent to this address. {self.refusal}"
+            if not self.refusal:
+                fate = "the next run or `rondo sync` sends the rest"
+            self.log(f"MLflow lacks records or models of {len(lacking)} runs: {fate}")
 
     def _send_status(self, status: Status, **fields: Any) -> None:
-        """Send the state of the pipeline run."""
-        now = milliseconds()
-        self.send(Record(run=self.run, status=status, started=now, ended=now, **fields))
+        """Record the state of the pipeline run."""
+        now, earlier = milliseconds(), sync.read(self.home, self.run)
+        started = earlier.started if earlier else now
+        record = Record(run=self.run, status=status, started=started, ended=now, tags=self.tags)
+        self.send(record.model_copy(update=fields))
 
-    def _end_killed(self) -> None:
-        if time.monotonic() >= self.paused_until and (project := self.tags.get(PROJECT)):
-            self._open_store().end_killed(project, partial(is_alive, self.home))
-
-    def _work(self, jobs: Jobs) -> None:
-        """Do the jobs one after the other, until None."""
-        while job := jobs.get():
+    def _work(self) -> None:
+        """Send what MLflow lacks, at each request, and the metrics of the running stage."""
+        request: Event | None = Event()
+        is_behind = False
+        while request is not None:
             try:
-                job()
-            except Exception as error:
-                self.paused_until = time.monotonic() + PAUSE_SECONDS
-                self.refusal = str(error) if isinstance(error, BadInput) else ""
-                if self.refusal and not self.warned:
-                    self.log(f"MLflow gets no record of this run. {self.refusal}")
-                elif not self.warned:
-                    self.log(
-                        f"MLflow at {without_credentials(self.uri)} failed ({cause(error)}); "
-                        f"the run continues, and {self.outbox.folder} is sent later"
-                    )
-                self.warned = True
+                request = self.requests.get(timeout=EVERY_SECONDS)
+                is_behind = True
+            except Empty:
+                request = Event()
+            if request is None or time.monotonic() >= self.paused_until:
+                try:
+                    self._send_steps()
+                    is_behind = is_behind and not self._send_rest(request)
+                except Exception as error:
+                    self._report(error)
+            if request:
+                request.set()
 
-    def _send_waiting(self) -> None:
-        if time.monotonic() >= self.paused_until:
-            store = self._open_store()
+    def _send_rest(self, request: Event | None) -> bool:
+        """Send all records, then the files of models until the next request.
 
-            def send(record: Record) -> None:
-                for item in store.send(record):
-                    self.uploads.add(item)
+        Returns:
+            Whether nothing is left.
+        """
+        store, folders = self._open_store(), sync.unsent(self.home, self.local)
+        for _ in sync.send_records(store, self.home, folders, self.log, self.run):
+            pass
+        isolated = self.tags.get("isolated") == str(True)
+        model_registry.follow(store.client, self.champion, self.tags.get(PROJECT), isolated)
+        if request:
+            request.set()
+        for _ in sync.upload_models(store, self.home, folders, self.log):
+            self._send_steps()
+            if not self.requests.empty():
+                return False
+        return True
 
-            for message in self.outbox.send(send, store.is_reachable, may_pass):
-                self.log(message)
-            if self.uploads.waiting() and self.upload_jobs.empty():
-                self.upload_jobs.put(self._upload_waiting)
-
-    def _upload_waiting(self) -> None:
-        store = self._open_store()
-        if time.monotonic() >= self.paused_until:
-            for message in self.uploads.send(store.upload, store.is_reachable, may_pass):
-                self.log(message)
-
-    def _send_steps(self, address: str, began: int) -> None:
-        steps = read_steps(address, self.sent_lines[address])
-        if steps and time.monotonic() >= self.paused_until:
-            self._open_store().send_steps(self.run, address, began, steps)
+    def _send_steps(self) -> None:
+        """Send the new metrics of the stage that runs."""
+        if not self.stage:
+            return
+        address, meter = self.stage
+        name, round_ = split_address(address)
+        file = stage_dir(round_, name) / "metrics.jsonl"
+        # an older file is that of an earlier run
+        if meter.began is None or not file.exists() or file.stat().st_mtime < meter.began:
+            return
+        if steps := read_steps(address, self.sent_lines[address]):
+            self._open_store().send_steps(self.run, address, _began(meter), steps)
             self.sent_lines[address] += len({step.step for step in steps})
+
+    def _report(self, error: Exception) -> None:
+        """Log an error, once, and pause."""
+        self.paused_until = time.monotonic() + PAUSE_SECONDS
+        self.refusal = str(error) if isinstance(error, BadInput) else ""
+        if self.refusal and not self.warned:
+            self.log(f"MLflow gets no record of this run. {self.refusal}")
+        elif not self.warned:
+            self.log(
+                f"MLflow at {without_credentials(self.uri)} failed ({cause(error)}); the run "
+                "continues, and what MLflow lacks is sent later"
+            )
+        self.warned = True
+
+    def log(self, line: str) -> None:
+        """Log a line, but no line twice: the thread finds the same at each try."""
+        if line not in self.logged:
+            self.logged.add(line)
+            self.log_line(line)
 
     def _open_store(self) -> MlflowStore:
         self.store = self.store or MlflowStore(self.uri, self.local)
         return self.store
+
+
+def _began(meter: Meter) -> int:
+    """When the stage began to compute, in milliseconds since the epoch; now if it has not."""
+    return milliseconds() if meter.began is None else int(meter.began * 1000)
 
 
 def open_tracker(
@@ -222,10 +261,7 @@ def open_tracker(
     tags: Mapping[str, str],
     log: LogLine,
     upload: Collection[Upload] = (),
-) -> NullTracker:
+) -> MlflowTracker:
     """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
-    uri = store_uri(home)
-    if uri == OFF:
-        return NullTracker()
     local = not os.environ.get(TRACKING_URI)
-    return MlflowTracker(run, uri, home, tags, log, local, upload)
+    return MlflowTracker(run, store_uri(home), home, tags, log, local, upload)

@@ -1,10 +1,9 @@
 """The champion in MLflow: versions and aliases of the registered model `rondo-policy`.
 
 A version is a policy, identified by its DVC md5, with the evidence as tags; its files are those of
-its LoggedModel (model_upload.py). The champion is that of the rounds' files
-(stages/gate/champion.py): the alias `champion` follows them, as far as the policy is of a run in
-the folder of the project that has the alias (`obstacle`). The champion before it becomes
-`previous`. Another policy becomes `challenger`, if it is the newest.
+its LoggedModel. The files of the rounds decide who is champion (stages/gate/champion.py), and the
+alias `champion` follows them. The champion before it becomes `previous`, another new policy
+`challenger`.
 """
 
 import json
@@ -17,11 +16,11 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from flows.core.locks import digests
 from flows.core.tables import interval
 from flows.core.verdicts import read_gate
-from flows.tracking.model_upload import DIGEST, STORED
 from flows.tracking.records import Promotion
 from stages.gate.approvals import Rollback, check_reason, rollback_path
 from stages.gate.verdict import passed_or_approved
@@ -31,6 +30,7 @@ from stages.lib.core.files import file_hash, stage_dir, write_json
 from stages.lib.core.params import load_params
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
+NOT_CHOSEN = "its promotion gate failed, or a person chose another champion"
 ABOUT = (
     "Policies that reached the promotion gate, with the numbers of the gate. "
     'To load the champion: `mlflow.pyfunc.load_model("models:/rondo-policy@champion")`. '
@@ -38,122 +38,103 @@ ABOUT = (
 )
 
 
-def promote(
+def register(
     client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
 ) -> None:
-    """Register a policy; make it champion if there is no `obstacle`, else challenger.
+    """Make a policy a version, and a new one `challenger`; `follow` makes it champion.
 
-    A second call with the same policy changes nothing. A policy does not become champion if a later
-    one is champion already (its record was sent late).
+    A second call with the same policy and verdict changes nothing. An isolated run changes no
+    version that is registered.
 
     Args:
         run_id: MLflow's run of the promotion gate.
         gate_ended: when the gate ended, in milliseconds since the epoch.
 
     Raises:
-        MlflowException: the policy's LoggedModel does not exist yet, because the record of its
-            evaluation has not been sent.
+        MlflowException: the policy's LoggedModel does not exist.
     """
     if not client.search_registered_models(f"name = '{NAME}'"):
         client.create_registered_model(NAME, description=ABOUT)
-    known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
-    version = known[0] if known else _register(client, experiment, run_id, promotion, gate_ended)
-    by_alias = versions_by_alias(client)
-    champion, previous, challenger = (
-        by_alias.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER)
-    )
-    evidence = _evidence(promotion, gate_ended)
-    if obstacle(evidence, champion):
-        if max(map(_gate_time, by_alias.values()), default="") < _gate_time(version):
-            _set_alias(client, CHALLENGER, version)
-        return
-    if _differs(version, evidence):
-        # A person has approved the challenger since, or the project has adopted it.
-        _tag(client, version, evidence)
-        version = client.get_model_version(NAME, str(version.version))
-    if challenger and challenger.version == version.version:
-        client.delete_registered_model_alias(NAME, CHALLENGER)
-    if champion and champion.version == version.version:
-        return
-    # Records that could not be sent arrive later, in any order: the gate's time decides.
-    if _gate_time(champion) < _gate_time(version):
-        if champion:
-            _set_alias(client, PREVIOUS, champion)
-        _set_alias(client, CHAMPION, version)
-    elif _gate_time(previous) < _gate_time(version) < _gate_time(champion):
-        _set_alias(client, PREVIOUS, version)
+    time = datetime.fromtimestamp(gate_ended / 1000, UTC).isoformat(timespec="milliseconds")
+    passed = str(promotion.passed_or_approved)
+    tags = promotion.evidence | {"passed_or_approved": passed, "gate_ended": time}
+    version = _version_of(client, promotion.digest)
+    if version is None:
+        # An MLflow server does not accept a local path as the source of a version.
+        models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'")
+        if not models:
+            path = promotion.evidence["path"]
+            message = f"{path} has no LoggedModel: its evaluation was not recorded"
+            raise MlflowException(message, RESOURCE_DOES_NOT_EXIST)
+        selected = [one for one in models if one.params.get("path") == promotion.evidence["path"]]
+        model = max(selected or models, key=lambda one: MLFLOW_MODEL_IS_EXTERNAL not in one.tags)
+        source, model_id = f"models:/{model.model_id}", model.model_id
+        version = client.create_model_version(NAME, source, run_id, tags=tags, model_id=model_id)
+        _set_alias(client, CHALLENGER, version)
+    elif tags.get("isolated") != str(True) and any(
+        version.tags.get(key) != tags.get(key) for key in ("passed_or_approved", "isolated")
+    ):  # a person has approved it since, or the project has adopted it
+        _tag(client, version, tags)
 
 
-def obstacle(evidence: Mapping[str, str], champion: ModelVersion | None) -> str:
+def follow(client: MlflowClient, digest: str, project: str | None, isolated: bool = False) -> None:
+    """Let the alias `champion` follow the rounds of a folder.
+
+    The alias of another project's champion stays, but for a clone that goes on with its rounds. An
+    isolated run belongs to no project before a person adopts it.
+
+    Args:
+        digest: the md5 of their champion; empty if there is none.
+        project: their project.
+        isolated: whether they are those of an isolated run.
+    """
+    version = _version_of(client, digest)
+    if version is None:
+        return
+    champion = versions_by_alias(client).get(CHAMPION)
+    tags = version.tags | ({"project": project} if project else {})
+    if champion and (isolated or obstacle(tags, champion)):
+        return
+    _make_champion(client, version)
+
+
+def obstacle(evidence: Mapping[str, str], champion: ModelVersion) -> str:
     """The reason why a policy does not become champion by itself; empty if there is none.
-
-    The rounds of the project decide, by gates and people. The champion's project is the one with
-    its tag, or one whose own champion it is: a clone that goes on with its rounds. Isolated runs
-    belong to no project before a person adopts them.
 
     Args:
         evidence: the tags of the policy's version.
-        champion: the current champion, None if there is none.
+        champion: the current champion.
     """
-    if evidence.get("passed_or_approved") == str(False):
-        return "its promotion gate failed, or a person chose another champion"
-    if champion is None:
-        return ""
     if evidence.get("isolated") == str(True):
         return "it is the result of an isolated run"
-    champion_tags = tags_of(champion)
-    goes_on = evidence.get("md5.champion") == champion_tags["md5"]
-    if not goes_on and evidence.get("project") != champion_tags.get("project"):
+    goes_on = evidence.get("md5.champion") == champion.tags["md5"]
+    if not goes_on and evidence.get("project") != champion.tags.get("project"):
         return "the champion is of another project"
     return ""
 
 
-def _differs(version: ModelVersion, evidence: Mapping[str, str]) -> bool:
-    """Whether the version was registered with another verdict, or by an isolated run."""
-    known = tags_of(version)
-    # older versions lack these tags
-    defaults = {"passed_or_approved": str(True), "isolated": str(False)}
-    return any(known.get(key, value) != evidence.get(key, value) for key, value in defaults.items())
+def _make_champion(client: MlflowClient, version: ModelVersion) -> None:
+    """Set the aliases; nothing if the version is the champion already."""
+    by_alias = versions_by_alias(client)
+    champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
+    if champion and champion.version == version.version:
+        return
+    # Without a champion here, the one with which it was compared: MLflow was away since.
+    previous = champion or _version_of(client, version.tags.get("md5.champion", ""))
+    if previous:
+        _set_alias(client, PREVIOUS, previous)
+    if challenger and challenger.version == version.version:
+        client.delete_registered_model_alias(NAME, CHALLENGER)
+    _set_alias(client, CHAMPION, version)
 
 
-def tags_of(version: ModelVersion) -> dict[str, str]:
-    return dict(version.tags)
+def _version_of(client: MlflowClient, digest: str) -> ModelVersion | None:
+    """The version of the policy with this md5."""
+    query = f"name = '{NAME}' AND tags.md5 = '{digest}'"
+    return next(iter(client.search_model_versions(query)), None) if digest else None
 
 
-def _gate_time(version: ModelVersion | None) -> str:
-    """When its gate ended, in ISO 8601; without a version the empty string, before any time."""
-    return tags_of(version).get("gate_ended", "") if version else ""
-
-
-def _register(
-    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
-) -> ModelVersion:
-    """Create a version from the LoggedModel that evaluate's record created.
-
-    An MLflow server does not accept a local path as the source of a version.
-    """
-    models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'")
-    if not models:
-        raise MlflowException(
-            f"{promotion.evidence['path']} cannot be registered yet: "
-            "the record of its evaluation has not been sent",
-            RESOURCE_DOES_NOT_EXIST,  # not the server's failure: other records are sent first
-        )
-    # one whose files are there, else one whose files follow
-    model = max(models, key=lambda model: (STORED in model.tags, DIGEST in model.tags)).model_id
-    tags = _evidence(promotion, gate_ended)
-    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
-
-
-def _evidence(promotion: Promotion, gate_ended: int) -> dict[str, str]:
-    time = datetime.fromtimestamp(gate_ended / 1000, UTC).isoformat(timespec="milliseconds")
-    return promotion.evidence | {
-        "passed_or_approved": str(promotion.passed_or_approved),
-        "gate_ended": time,
-    }
-
-
-def _tag(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
+def _tag(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str]) -> None:
     for key, value in tags.items():
         client.set_model_version_tag(NAME, str(version.version), key, value)
 
@@ -174,7 +155,7 @@ def _set_alias(client: MlflowClient, alias: str, version: ModelVersion) -> None:
 
 
 def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) -> None:
-    """Make a version champion; `by` and `reason` become its tags.
+    """Make a version champion of this folder's rounds; `by` and `reason` become its tags.
 
     Raises:
         BadInput: there is no reason or no such version, it is the champion already, or its files
@@ -186,34 +167,18 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     if chosen is None:
         versions = ", ".join(map(str, sorted(int(candidate.version) for candidate in known)))
         raise BadInput(f"{NAME} has no version {version}; versions: {versions or 'none'}")
-    by_alias = versions_by_alias(client)
-    champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
+    champion = versions_by_alias(client).get(CHAMPION)
     if champion and int(champion.version) == version:
         raise BadInput(f"version {version} of {NAME} is the champion already")
-    _make_champion(client, chosen, champion, by, reason)
+    _choose(chosen, by, reason)
+    _make_champion(client, chosen)
     _tag(client, chosen, _decision("promoted", by, reason))
-    if challenger and challenger.version == chosen.version:
-        client.delete_registered_model_alias(NAME, CHALLENGER)
 
 
 def _decision(verb: str, by: str, reason: str) -> dict[str, str]:
     """Tags of a version: who decided what, when and why."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {f"{verb}.at": now, f"{verb}.by": by, f"{verb}.reason": reason}
-
-
-def _make_champion(
-    client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, by: str, reason: str
-) -> None:
-    """Make a version champion of this folder's rounds; MLflow's aliases follow.
-
-    Raises:
-        BadInput: its files are not in this folder.
-    """
-    _choose(version, by, reason)
-    if champion and champion.version != version.version:
-        _set_alias(client, PREVIOUS, champion)
-    _set_alias(client, CHAMPION, version)
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
@@ -233,7 +198,8 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
             f"nothing to roll back to: version {champion.version} of {NAME} is the only champion "
             "so far; train a better policy instead"
         )
-    _make_champion(client, previous, champion, by, reason)
+    _choose(previous, by, reason)
+    _make_champion(client, previous)
     _tag(client, champion, _decision("rollback", by, reason))
 
 
@@ -292,8 +258,11 @@ def describe(client: MlflowClient) -> str:
     _check_champion(by_alias)
     lines = [line for alias, version in by_alias.items() for line in _lines(alias, version)]
     if challenger := by_alias.get(CHALLENGER):
+        reason = NOT_CHOSEN
+        if challenger.tags.get("passed_or_approved") == str(True):
+            reason = obstacle(challenger.tags, by_alias[CHAMPION]) or NOT_CHOSEN
         lines.append(
-            f"  not champion: {obstacle(tags_of(challenger), by_alias[CHAMPION])}; "
+            f"  not champion: {reason}; "
             f"`rondo promote {challenger.version} --reason ...` makes it champion"
         )
     return "\n".join(lines)
@@ -301,7 +270,7 @@ def describe(client: MlflowClient) -> str:
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
     tags = {
-        key: tags_of(version).get(key, "-")
+        key: version.tags.get(key, "-")
         for key in ("round", "gate_ended", "path", "md5", "revision", "seed")
     }
     result = "not promoted" if alias == CHALLENGER else "promoted"

@@ -2,12 +2,10 @@
 
 MLflow stores this file with each model (models from code), and in `code` the modules of `stages`
 that it imports. So the model computes what the stages compute, on a machine without this project.
-The weights are in the model's folder `weights`, or another LoggedModel has them: that of equal
-weights, and that of the SFT model that an adapter adapts.
+The weights are in the model's folder `weights`; those that an adapter adapts are in the LoggedModel
+of its SFT model.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,19 +18,7 @@ from pandas import DataFrame
 # torch and `stages` are imported where they are used: MLflow runs this file when it saves a model.
 
 WEIGHTS = "weights"  # subfolder of a model
-NO_SECTIONS = {"task", "weights_model", "sft_model"}  # keys of the configuration
-
-
-@contextmanager
-def weights_of(model_id: str) -> Iterator[Path]:
-    """The folder with the weights of a LoggedModel; of this model if the id is empty."""
-    if not model_id:
-        yield Path(__file__).parent / WEIGHTS
-        return
-    with TemporaryDirectory() as folder:
-        yield Path(
-            mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder), WEIGHTS
-        )
+NO_SECTIONS = {"task", "sft_model"}  # keys of the configuration
 
 
 class _Model(PythonModel):
@@ -46,12 +32,14 @@ class _Model(PythonModel):
         config = context.model_config
         sections = {name: config[name] for name in config.keys() - NO_SECTIONS}
         self.params = check_params(sections, "the model's settings")
-        with weights_of(config["weights_model"]) as weights:
-            if not config["sft_model"]:
-                self.load(weights, weights)
-                return
-            with weights_of(config["sft_model"]) as sft_weights:
-                self.load(sft_weights, weights)
+        weights = Path(__file__).parent / WEIGHTS
+        if not config["sft_model"]:
+            self.load(weights, weights)
+            return
+        with TemporaryDirectory() as folder:
+            uri = f"models:/{config['sft_model']}"
+            sft_model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
+            self.load(Path(sft_model, WEIGHTS), weights)
 
     def load(self, whole: Path, trained: Path) -> None:
         """Load the model.

@@ -1,8 +1,8 @@
-"""Records for MLflow, read from the files of a stage: files first, tracker second.
+"""What MLflow gets of a stage of a run, read from the stage's files: files first, tracker second.
 
-A `Record` contains everything that is sent about a stage. If it cannot be sent now, the outbox
-keeps it, so that it can be sent later even if the stage's files have changed since.
-`flows/tracking/mlflow_store.py` sends records; this module does not import MLflow.
+A `Record` is the content of one MLflow run. The flow keeps it in `.rondo/recorded/<run>`
+(flows/tracking/sync.py), since a later run may write other results to the folders of the stage.
+This module does not import MLflow.
 """
 
 import json
@@ -17,10 +17,11 @@ from flows.core.addresses import split_address
 from flows.core.locks import digest_of, digests, read_lock
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
-from flows.tracking.model_files import ModelContents, files_now
 from flows.tracking.models import (
     ALL_NUMBERS,
     Checkpoint,
+    ModelCode,
+    code_of,
     evaluated_models,
     numbers,
     trained_models,
@@ -33,6 +34,7 @@ from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
+from stages.lib.core.params import load_params
     file_hash,
     json_hash,
     metric_name,
@@ -58,17 +60,6 @@ HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "entropy",
 )
 ORIGINS = ("assets/model", "assets/data", "assets/inputs/data.json")  # not made by any round
-ARTIFACTS = (
-    "metrics.json",
-    "manifest.json",
-    "curves.csv",
-    "calibration.csv",
-    "probes.csv",
-    "accuracy.csv",
-    "scores.csv",
-)
-
-
 Status = Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"]
 UNFINISHED: dict[str, Status] = {"failed": "FAILED", "cancelled": "KILLED"}  # by outcome
 
@@ -84,50 +75,33 @@ class Step(BaseModel):
     step: int
 
 
-class Data(BaseModel):
-    """An input data set; `digest`: its md5 in dvc.lock."""
-
-    path: str
-    digest: str
-
-
 class Promotion(BaseModel):
-    """A policy that reached its promotion gate.
+    """A policy that reached its promotion gate."""
 
-    digest: its md5 in dvc.lock. passed_or_approved: the gate passed, or a person approved or chose
-    the policy; false if a person chose another one after this round, and if the run only continued
-    because of `policy: warn`. evidence: the gate's numbers,
-    and where the policy comes from.
-    """
-
-    digest: str
-    passed_or_approved: bool
-    evidence: dict[str, str]
+    digest: str  # its md5 in dvc.lock
+    passed_or_approved: bool  # by a gate or a person; not if the run continued by `policy: warn`
+    evidence: dict[str, str]  # the gate's numbers, and where the policy comes from
 
 
 class Record(BaseModel):
-    """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
-
-    status: MLflow's; a run that waits for a decision is SCHEDULED, a cancelled one KILLED. started,
-    ended: milliseconds since the epoch; equal for a stage that did not compute. final: the metrics
-    at the end, by name. texts: artifacts by file name.
-    """
+    """One stage of a pipeline run, or, with the empty address, the pipeline run itself."""
 
     model_config = ALL_NUMBERS
 
     run: str
     address: str = ""
-    status: Status = "RUNNING"
-    started: int
-    ended: int
+    status: Status = "RUNNING"  # MLflow's; a run that waits for a decision is SCHEDULED
+    started: int  # milliseconds since the epoch
+    ended: int  # the same as `started` for a stage that did not compute
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
     steps: list[Step] = []
-    final: dict[str, float] = {}
-    inputs: list[Data] = []
+    final: dict[str, float] = {}  # the metrics at the end, by name
+    inputs: dict[str, str] = {}  # data sets: path -> md5 in dvc.lock
     samples: list[dict[str, Any]] = []
-    texts: dict[str, str] = {}
+    texts: dict[str, str] = {}  # artifacts by file name
     checkpoints: list[Checkpoint] = []
+    code: ModelCode | None = None  # of the checkpoints with files
     promotion: Promotion | None = None
 
 
@@ -204,15 +178,20 @@ def read_record(
     lock: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
+    models: list[Checkpoint] = []
+    tags = {**tags, "stage": stage, "round": round_, "dvc": outcome}
     if not failed:
         lock = read_lock(address)
         if (folder / "metrics.json").exists():
             metrics = read_metrics(round_, stage)
         if (folder / "samples.jsonl").exists():
             samples = read_jsonl(folder / "samples.jsonl", f"dvc repro {address}")
-    steps, now = read_steps(address), milliseconds()
+        models = trained_models(address, metrics, upload)
+        if stage == "evaluate":
+            models += evaluated_models(round_, metrics)
+            tags["lineage"] = lineage(round_, metrics.get("evaluation_id"))
+    now = milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
-    params_hash = json_hash(params)[:12]
     return Record(
         run=run,
         address=address,
@@ -222,35 +201,21 @@ def read_record(
         params={key: str(value) for key, value in params.items()},
         tags={
             **tags,
-            "stage": stage,
-            "round": round_,
-            "dvc": outcome,
-            "params_hash": params_hash,
+            "params_hash": json_hash(params)[:12],
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
             **_decision(stage, round_),
-            **(
-                {"lineage": lineage(round_, metrics.get("evaluation_id"))}
-                if stage == "evaluate" and not failed
-                else {}
-            ),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
-        steps=steps,
+        steps=read_steps(address),
         # a checkpoint is a model with metrics of its own; the run's are columns of MLflow's page
         final=numbers({key: value for key, value in metrics.items() if key != "checkpoints"}),
-        inputs=[
-            Data(path=dep["path"], digest=dep["md5"])
-            for dep in lock.get("deps", [])
-            if dep["path"].endswith("/data")
-        ],
+        inputs={
+            dep["path"]: dep["md5"] for dep in lock.get("deps", []) if dep["path"].endswith("/data")
+        },
         samples=samples,
         texts=dict(_texts(folder, stage, round_)),
-        checkpoints=[]
-        if failed
-        else [
-            *trained_models(address, metrics, upload),
-            *(evaluated_models(round_, metrics) if stage == "evaluate" else []),
-        ],
+        checkpoints=models,
+        code=code_of(stage, round_, models),
         promotion=_promotion(round_, tags, failed) if stage == "gate_promote" else None,
     )
 
@@ -258,8 +223,8 @@ def read_record(
 def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
     """Name and content of the small files that MLflow keeps as artifacts."""
     reports = ("data.json", "data.html") if stage == "prepare" else (f"{stage}.json",)
-    paths = [folder / name for name in ARTIFACTS] + [REPORTS / round_ / name for name in reports]
-    for path in paths:
+    paths = [*folder.glob("*.json"), *folder.glob("*.csv")]
+    for path in sorted(paths) + [REPORTS / round_ / name for name in reports]:
         if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
             yield path.name, path.read_text(encoding="utf-8")
 
@@ -289,7 +254,6 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
     """The policy at its promotion gate; None if the gate has no verdict."""
     verdict, known = read_gate(round_, "promote"), digests(round_)
     policy = str(stage_dir(round_, "ppo") / "policy")
-    sft = str(stage_dir(round_, "sft") / "model")
     # A stage that failed although its verdict is good: the verdict is an earlier run's.
     if not verdict or policy not in known or (failed and verdict["may_continue"]):
         return None
@@ -303,24 +267,41 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         "round": round_,
         "path": policy,
         "md5": known[policy],
-        "md5.sft": known.get(sft, ""),
-        "md5.champion": _champion_digest(round_),
+        "md5.sft": known.get(str(stage_dir(round_, "sft") / "model"), ""),
+        "md5.champion": _policy_digest(_champion_before(round_)),
         "lineage": lineage(round_, evaluation.get("evaluation_id")),
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in metrics.items()},
     }
-    # A person may have chosen another champion after the round, or this one although it failed.
-    choice, passed = read_rollback(round_), passed_or_approved(verdict)
-    if choice and choice.policy == file_hash(Path(policy)):
-        passed = choice.champion is not None and choice.champion.round == round_
+    passed = passed_or_approved(verdict)
     return Promotion(digest=known[policy], passed_or_approved=passed, evidence=evidence)
 
 
-def _champion_digest(round_: str) -> str:
-    """The md5 of the champion with which the round's policy was compared; empty if none."""
+def champion_digest() -> str:
+    """The md5 of the champion of this folder's rounds: after the last one with a promotion gate,
+    by its gate or the choice of a person (stages/gate/champion.py). Empty if there is none.
+    """
+    rounds = reversed(list(load_params().rounds)) if any(REPORTS.glob("*/gate_promote.json")) else ()
+    for round_ in rounds:
+        policy, verdict = stage_dir(round_, "ppo") / "policy", read_gate(round_, "promote")
+        if policy.exists() and verdict:
+            choice = read_rollback(round_)
+            if choice and choice.champion and choice.policy == file_hash(policy):
+                return _policy_digest(choice.champion.round)
+            passed = passed_or_approved(verdict)
+            return _policy_digest(round_ if passed else _champion_before(round_))
+    return ""
+
+
+def _champion_before(round_: str) -> str | None:
+    """The round of the champion with which this round's policy was compared; None if none."""
     path = stage_dir(round_, "champion") / "champion.json"
-    champion = read_champion(path).round if path.exists() else None
-    return digests(champion)[str(stage_dir(champion, "ppo") / "policy")] if champion else ""
+    return read_champion(path).round if path.exists() else None
+
+
+def _policy_digest(round_: str | None) -> str:
+    policy = str(stage_dir(round_, "ppo") / "policy") if round_ else ""
+    return digests(round_).get(policy, "") if round_ else ""
 
 
 def lineage(round_: str, evaluation_id: str | None) -> str:
@@ -344,19 +325,17 @@ def read_checkpoint(
     name = metric_name(path.name)
     against_sft = {f"win_rate{end}": results[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
     tracked = has_ended(round_) or up_to_date(f"ppo@{round_}")
-    known = digests(round_) if tracked else {}
     checkpoint = Checkpoint(
         name=f"{round_}-{name}",
         stage="ppo",
         path=str(path),
-        digest=digest_of(str(path), known) or results["hash"],
+        digest=digest_of(str(path), digests(round_) if tracked else {}) or results["hash"],
         step=update_of(name),
         metrics=numbers(results["checkpoint"] | against_sft),
     )
     if Upload.checkpoints in upload:
-        contents = ModelContents("ppo", round_)
         in_dvc = tracked and stage_dir(round_, "ppo") in path.parents
-        checkpoint = with_files(checkpoint, contents, contents.tracked if in_dvc else files_now)
+        checkpoint = with_files(checkpoint, f"ppo@{round_}" if in_dvc else "")
     return Record(
         run=run,
         address=f"{name}-{results['hash'][:8]}-{results['evaluation_id'][:8]}@{round_}",
@@ -376,4 +355,5 @@ def read_checkpoint(
         samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),
         texts={report.name: report.read_text(encoding="utf-8")},
         checkpoints=[checkpoint],
+        code=code_of("ppo", round_, [checkpoint]),
     )

@@ -189,7 +189,7 @@ def test_mlflow_that_is_down_gets_it_later(
     with monkeypatch.context() as down:
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
         record("", write_report(), folder / ".rondo", lines.append, Meter())
-    assert len(lines) == 2 and NOWHERE in lines[0] and "is sent with the next run" in lines[1]
+    assert len(lines) == 2 and NOWHERE in lines[0] and "`rondo sync` sends the rest" in lines[1]
     tracker = MlflowTracker("next", shared_database, folder / ".rondo", {}, pytest.fail)
     tracker.begin()
     tracker.flush()

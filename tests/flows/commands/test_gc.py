@@ -83,10 +83,10 @@ def test_what_something_refers_to_stays_in_the_cache(
     assert cli.exit_code(["gc", "--cache"]) == 2
     assert "a run is running" in capsys.readouterr().err
     lock.unlink()
-    write_text(home / "outbox/models/1.0.json", "{}")
+    write_text(home / "recorded/a-run/pipeline.json", "{}")
     assert cli.exit_code(["gc", "--cache"]) == 2
-    assert "MLflow lacks the files of 1 models" in capsys.readouterr().err
-    (home / "outbox/models/1.0.json").unlink()
+    assert "MLflow lacks records or models of 1 runs" in capsys.readouterr().err
+    (home / "recorded/a-run/pipeline.json").unlink()
 
     assert cli.exit_code(["gc", "--cache"]) == 0
     with open_repo() as repo:

@@ -85,7 +85,7 @@ def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran", **others: str
 
 def two_rounds(database: str) -> MlflowClient:
     make_round("r0", "aaa", FIRST)
-    make_round("r1", "bbb", CHAMPION)
+    make_round("r1", "bbb", CHAMPION, rival="r0")
     assert mirror("both", database, "r0", "r1") == []
     return MlflowClient(database)
 

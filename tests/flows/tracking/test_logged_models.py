@@ -1,24 +1,23 @@
 """Which LoggedModels the records of a run make, and which of earlier runs they share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 
 from flows.tracking.mlflow_store import MlflowStore
-from flows.tracking.model_files import ModelFiles
-from flows.tracking.model_upload import ModelUpload
-from flows.tracking.models import Checkpoint
+from flows.tracking.models import Checkpoint, ModelFile
 from flows.tracking.records import Record
 
 NAMES = ("r0-ppo", "r0-step_00009")
-Send = Callable[..., list[ModelUpload]]
+FILES = [ModelFile(name="a", md5="m", sources=[])]
+Send = Callable[..., None]
 
 
 @pytest.fixture
 def send(database: str) -> Send:
-    """A function that sends the records of `ppo` and `evaluate`; returns the uploads of `ppo`."""
+    """A function that sends the records of `ppo` and `evaluate`."""
     store = MlflowStore(database, True)
 
     def send(
@@ -27,20 +26,19 @@ def send(database: str) -> Send:
         project: str = "one",
         digest: str = "d",
         evaluation: str = "e",
-        files: ModelFiles | None = None,
-    ) -> list[ModelUpload]:
+        files: Sequence[ModelFile] = (),
+    ) -> None:
         tags = {"round": "r0", "project": project, "dvc": outcome}
         models = [Checkpoint(name=name, stage="ppo", path=name, digest=digest) for name in NAMES]
-        trained = [model.model_copy(update={"files": files}) for model in models]
+        trained = [model.model_copy(update={"files": list(files)}) for model in models]
         made = {"metrics": {"judge_score": 0.5}, "made_by": "ppo@r0"}
         evaluated = [model.model_copy(update=made) for model in models]
         of_run = Record(run=run, started=1, ended=2, tags=tags)
         ppo = {"address": "ppo@r0", "checkpoints": trained}
-        uploads = store.send(of_run.model_copy(update=ppo))
+        store.send(of_run.model_copy(update=ppo))
         evaluate = {"address": "evaluate@r0", "checkpoints": evaluated}
         evaluate["tags"] = tags | {"evaluation_id": evaluation, "lineage": "l"}
         store.send(of_run.model_copy(update=evaluate))
-        return uploads
 
     return send
 
@@ -98,17 +96,11 @@ def test_of_two_evaluations_the_model_of_the_same_one_is_shared(database: str, s
 
 def test_files_that_mlflow_lacks_need_a_model_of_their_own(database: str, send: Send) -> None:
     send("without files", "ran")
-    files = ModelFiles(task="generate", files=[], settings={}, examples=[])
-    [upload, _] = send("with files", "unchanged", files=files)
+    send("with files", "unchanged", files=FILES)
+    send("again", "unchanged", files=FILES)
     assert made_by(database) == ["without files", "with files"]
-    [again, _] = send("not uploaded yet", "unchanged", files=files)
-    assert made_by(database) == ["without files", "with files"]
-    assert again.model_id == upload.model_id
-
-
-def test_a_model_whose_upload_failed_is_not_shared(database: str, send: Send) -> None:
-    files = ModelFiles(task="generate", files=[], settings={}, examples=[])
-    [upload, _] = send("first", "ran", files=files)
-    MlflowClient(database).finalize_logged_model(upload.model_id, LoggedModelStatus.FAILED)
-    send("second", "unchanged", files=files)
-    assert made_by(database) == ["first", "second"]
+    client = MlflowClient(database)
+    for model in client.search_logged_models(["1"], "tags.`rondo.run` = 'with files'"):
+        client.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)  # its upload failed
+    send("third", "unchanged", files=FILES)
+    assert made_by(database) == ["without files", "with files", "third"]

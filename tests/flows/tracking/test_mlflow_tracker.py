@@ -17,9 +17,8 @@ from flows.core.run_locks import hold_run_lock
 from flows.execution.meter import Meter
 from flows.tracking.mlflow_store import MlflowStore, registry, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.outbox import TRIES, Outbox
-from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Record
+from flows.tracking.sync import record_path, save, send_all
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from tests.faults.servers import mlflow_server, refusing_proxy
@@ -54,7 +53,6 @@ def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str
 def test_a_stage_that_diverged_is_recorded(folder: Path, database: str) -> None:
     write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
     assert track(database, folder, "sft@r0") == []
-    assert not Outbox(folder / ".rondo/outbox", Record).waiting()
     client = MlflowClient(database)
     (run,) = client.search_runs(["1"], "tags.`rondo.address` = 'sft@r0'")
     values = [point.value for point in client.get_metric_history(run.info.run_id, "grad_norm")]
@@ -62,18 +60,15 @@ def test_a_stage_that_diverged_is_recorded(folder: Path, database: str) -> None:
     assert run.data.metrics["loss"] == 2.0
 
 
-def test_records_that_mlflow_never_takes_are_put_aside_and_the_run_ends_as_finished(
-    folder: Path, database: str
-) -> None:
-    track(database, folder, run="first")
-    outbox = Outbox(folder / ".rondo/outbox", Record)
-    outbox.add(Record(run="bad", started=0, ended=0, final={"a key!": 1.0}))
-    messages = track(database, folder, "assets", "sft@r0", run="second")
-    assert len(messages) == 1 and "MLflow does not get the record" in messages[0]
-    assert not outbox.waiting()
-    client = MlflowClient(database)
-    (run,) = client.search_runs(["1"], "tags.mlflow.runName = 'second'")
-    assert run.info.status == "FAILED"  # the state of the run: nothing waits for the next one
+def test_records_that_mlflow_never_takes_hold_up_no_other(folder: Path, database: str) -> None:
+    home = folder / ".rondo"
+    save(home, Record(run="bad", started=0, ended=0, status="FAILED", final={"a key!": 1.0}))
+    write_text(record_path(home, "bad", "sft@r0"), '{"run": "r')
+    *messages, last = track(database, folder, "assets", run="second")
+    assert messages and len({*messages}) == 1 and "does not take 2 records" in messages[0]
+    assert "bad/pipeline.json" in messages[0] and "a key!" in messages[0]
+    assert "MLflow lacks records or models of 1 runs" in last
+    assert states(database)["second"] == states(database)["assets"] == "FAILED"
 
 
 def test_more_tags_than_mlflow_takes_in_one_request(folder: Path, database: str) -> None:
@@ -117,31 +112,27 @@ def test_a_run_that_waits_goes_on_and_ends(folder: Path, database: str) -> None:
     third.flush()
     assert states(database) == {"run": "RUNNING"}
     third.close("FINISHED", {})
-    third.outbox.add(Record(run="run", started=1, ended=1))  # sent at the second try
-    track(database, folder, run="next")
-    assert states(database) == {"run": "FINISHED", "next": "FAILED"}
+    assert states(database) == {"run": "FINISHED"}
 
 
 def test_the_next_run_ends_the_runs_that_were_killed(folder: Path, database: str) -> None:
     home = folder / ".rondo"
 
-    def begin(run: str, project: str = "this") -> MlflowTracker:
-        tracker = MlflowTracker(run, database, home, {PROJECT: project}, pytest.fail)
+    def begin(run: str) -> MlflowTracker:
+        tracker = MlflowTracker(run, database, home, {}, pytest.fail)
         tracker.begin()
         tracker.flush()
         return tracker
 
     write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
-    killed = begin("20261123-killed")
-    killed.start("sft@r0", Meter())
-    killed.next_time = 0.0
-    killed.progress()
+    killed, meter = begin("20261123-killed"), Meter()
+    meter.began = 0.0
+    killed.start("sft@r0", meter)
     killed.flush()
     begin("20261123-waits").wait()
     begin("20261123-done").close("FINISHED", {})
     hold_run_lock(home / "runs/alive-id.json")
     begin("20261123-alive")
-    begin("other", project="other")
     begin("20261124-next")
     assert states(database) == {
         "20261123-killed": "KILLED",
@@ -149,7 +140,6 @@ def test_the_next_run_ends_the_runs_that_were_killed(folder: Path, database: str
         "20261123-waits": "SCHEDULED",
         "20261123-done": "FINISHED",
         "20261123-alive": "RUNNING",
-        "other": "RUNNING",
         "20261124-next": "RUNNING",
     }
     begin("20261123-killed")  # Retry
@@ -183,15 +173,13 @@ def test_a_stage_does_not_wait_for_mlflow(
     tracker = MlflowTracker("run", uri, folder / ".rondo", {}, messages.append, local=False)
     tracker.begin()
     tracker.start("sft@r0", Meter())
-    tracker.next_time = 0.0
-    tracker.progress()
     tracker.finish("failed")
     # All calls returned while the first request is still waiting for its answer.
     assert messages == []
-    assert len(tracker.outbox.waiting()) == 2
+    assert len(list(record_path(folder / ".rondo", "run").parent.glob("*.json"))) == 2
     answer.set()
     tracker.close("FAILED", {})
-    assert "failed" in messages[0] and "3 records" in messages[-1]
+    assert "failed" in messages[0] and "of 1 runs" in messages[-1]
     assert not any("secret" in message for message in messages)
 
 
@@ -203,8 +191,7 @@ def test_a_stage_has_the_time_in_which_it_computed(folder: Path, database: str) 
         tracker, meter = MlflowTracker("run", database, folder / ".rondo", {}, print), Meter()
         meter.began, meter.seconds = began, seconds
         tracker.start(address, meter)
-        tracker.next_time = 0.0
-        tracker.progress()
+        tracker.flush()
         tracker.finish(outcome)
         tracker.flush()
         (run,) = MlflowClient(database).search_runs(["1"], f"tags.`rondo.address` = '{address}'")
@@ -229,50 +216,41 @@ def test_a_cancelled_run_is_killed(folder: Path, database: str) -> None:
     assert states(database) == {"run": "KILLED"}
 
 
-def all_sent(outbox: Outbox[Record]) -> bool:
-    return not outbox.waiting() and not outbox.rejected.exists()
-
-
 def test_records_that_a_server_refuses_for_lack_of_rights_are_sent_when_it_takes_them(
     folder: Path, empty_tables: Path
 ) -> None:
     """As with an expired token: a server answers reads, and 401 or 403 to writes."""
-    outbox = Outbox(folder / ".rondo/outbox", Record)
     expired = '{"error_code": "PERMISSION_DENIED", "message": "Token expired."}'
     with mlflow_server(folder, empty_tables) as server:
         server.start()
         refused = {"log-batch": (403, expired)}
         with refusing_proxy(server.url, refused) as uri:
-            for answer in ((403, expired), (401, "<html>"), (413, "<html>")):
+            for answer in ((403, expired), (413, "<html>")):
                 refused["log-batch"] = answer
                 messages = track(uri, folder, "assets", "sft@r0")
-                assert "is sent with the next run" in messages[-1]
-            # all but the first record, the start of a run, which needs no log-batch
-            assert len(outbox.waiting()) == 3 * 4 - 1 and not outbox.rejected.exists()
+                assert len(messages) == 2 and "`rondo sync` sends the rest" in messages[-1]
             refused.clear()
-            assert track(uri, folder) == [] and all_sent(outbox)
-        assert states(server.url) == {"run": "FAILED", "assets": "FAILED", "sft@r0": "FAILED"}
+            assert track(uri, folder, run="next") == []
+        ended = {name: "FAILED" for name in ("run", "assets", "sft@r0", "next")}
+        assert states(server.url) == ended
 
 
 def test_a_server_older_than_3_is_named_and_gets_the_records_after_its_update(
     folder: Path, empty_tables: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox = Outbox(folder / ".rondo/outbox", Record)
     with mlflow_server(folder, empty_tables) as server:
         server.start()
         refused = {"logged-models": (404, "<!doctype html>\n<title>404 Not Found</title>")}
         with refusing_proxy(server.url, refused) as uri:
-            for _ in range(TRIES + 1):
-                first, last = track(uri, folder, "assets")
-                for message in (first, last):
-                    assert "Rondo needs MLflow 3. Next: update the server" in message
-                assert "is sent with the next run" not in last
-            assert len(outbox.waiting()) == 3 * (TRIES + 1) and not outbox.rejected.exists()
+            first, last = track(uri, folder, "assets")
+            for message in (first, last):
+                assert "Rondo needs MLflow 3. Next: update the server" in message
+            assert "the next run" not in last
             monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-            with pytest.raises(BadInput, match="needs MLflow 3"), registry(folder / ".rondo"):
-                pass
+            with pytest.raises(BadInput, match="needs MLflow 3"):
+                list(send_all(folder / ".rondo", pytest.fail))
             refused.clear()
-            assert track(uri, folder) == [] and all_sent(outbox)
+            assert list(send_all(folder / ".rondo", pytest.fail)) == ["run: 2 records"]
 
 
 def test_an_address_that_mlflow_refuses_is_an_error_of_the_record(
@@ -282,8 +260,7 @@ def test_an_address_that_mlflow_refuses_is_an_error_of_the_record(
     for message in (first, last):
         assert "`mlflow migrate-filestore`" in message  # what MLflow says, to its end
         assert "set MLFLOW_TRACKING_URI to an MLflow server (http://...) or a database" in message
-    assert "MLflow is missing 3 records" in last and "cannot be sent to this address" in last
-    assert "next run" not in last
+    assert "cannot be sent to this address" in last and "next run" not in last
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
     with pytest.raises(BadInput, match="set MLFLOW_TRACKING_URI to"), registry(folder / ".rondo"):
         pass

@@ -1,4 +1,4 @@
-"""Models in a real MLflow: loaded from its server alone, stored once, sent after an outage."""
+"""Models in a real MLflow: loaded from its server alone, sent after an outage."""
 
 import json
 import os
@@ -6,14 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import copy, copytree
-from threading import Thread
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-import mlflow
 import psutil
 import pytest
 import torch
@@ -21,14 +16,13 @@ import yaml
 from dvc.repo import Repo
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
-from mlflow.models import Model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flows.core.services import is_up
 from flows.execution.meter import Meter
-from flows.tracking.mlflow_store import EXPERIMENT, connect
+from flows.tracking.mlflow_store import EXPERIMENT, has_files
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.model_upload import DIGEST, STORED, find_stored
+from flows.tracking.sync import send_all
 from stages.assets.base_model import write_model
 from stages.evaluate.evaluator import Evaluator
 from stages.gate.verdict import run_gate
@@ -38,7 +32,8 @@ from stages.lib.core.params.tracking import Upload
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.saving import save_model
 from stages.lib.lm.scoring import RewardScorer
-from tests.servers import free_port, until
+from tests.faults.servers import refusing_proxy
+from tests.servers import NOWHERE, free_port, until
 from tests.stages.conftest import SMALL, write_adapter, write_data
 
 OUTPUTS = {
@@ -119,7 +114,7 @@ def load() -> Params:
 
 @pytest.fixture
 def home(tmp_path: Path, empty_tables: Path) -> Path:
-    """MLflow's folder, and that of the outbox."""
+    """MLflow's folder, and that of the recorded runs."""
     folder = tmp_path / "home"
     folder.mkdir()
     copy(empty_tables, folder / "mlflow.db")
@@ -155,15 +150,22 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_tables: Path) -> Iter
 
 
 def record(
-    run: str, uri: str, home: Path, *addresses: str, upload: Collection[Upload] = tuple(Upload)
+    run: str,
+    uri: str,
+    home: Path,
+    *addresses: str,
+    upload: Collection[Upload] = tuple(Upload),
+    outcome: str = "ran",
+    local: bool = True,
 ) -> list[str]:
     """Record stages as a run does; returns the messages."""
     messages: list[str] = []
-    tracker = MlflowTracker(run, uri, home, {"revision": "c0ffee"}, messages.append, True, upload)
+    tags = {"revision": "c0ffee", "project": "p"}
+    tracker = MlflowTracker(run, uri, home, tags, messages.append, local, upload)
     tracker.begin()
     for address in addresses:
         tracker.start(address, Meter())
-        tracker.finish("ran")
+        tracker.finish(outcome)
     tracker.close("FINISHED", {})
     return messages
 
@@ -236,30 +238,13 @@ def test_the_server_alone_gives_the_champion_and_the_reward_model(
     assert not result["code"].startswith(str(Path(__file__).parents[3]))
 
 
-def test_equal_weights_are_stored_once(project: Path, home: Path) -> None:
+def test_an_unchanged_stage_stores_no_second_model(project: Path, home: Path) -> None:
     database = f"sqlite:///{home / 'mlflow.db'}"
     record("first", database, home, *MADE)
-    first = models_of(database, "first")
     stored = weights(home)
-    # SFT, reward model, policy and one checkpoint; the other one has the policy's weights
-    assert len(stored) == 4
-    assert first["r0-step_00004"].tags[STORED] == first["r0-ppo"].model_id
-
-    for path in project.rglob("*.safetensors"):
-        if "cache" not in path.parts:
-            path.write_bytes(b"another model")  # the cache has that of dvc.lock
-    record("second", database, home, *MADE)
-    second = models_of(database, "second")
-    assert weights(home) == stored
-    assert set(second) == set(ALL)
-    for name, model in second.items():
-        assert model.status == "READY"
-        assert model.tags[STORED] == first[name].tags[STORED]
-        folder = home / "mlartifacts" / EXPERIMENT / "models" / model.model_id / "artifacts"
-        config = Model.load(folder).flavors["python_function"]["config"]
-        assert config["weights_model"] == first[name].tags[STORED]
-        sft_model = "" if name in ("r0-sft", "r0-reward") else first["r0-sft"].model_id
-        assert config["sft_model"] == sft_model
+    assert len(stored) == 5  # SFT, reward model, policy, two checkpoints
+    record("second", database, home, *MADE, outcome="unchanged")
+    assert weights(home) == stored and not models_of(database, "second")
 
 
 def test_without_kinds_no_file_is_uploaded(project: Path, home: Path) -> None:
@@ -267,19 +252,17 @@ def test_without_kinds_no_file_is_uploaded(project: Path, home: Path) -> None:
     assert record("none", database, home, *MADE, upload=()) == []
     models = models_of(database, "none")
     assert set(models) == set(ALL)
-    assert not any(STORED in model.tags for model in models.values())
     assert weights(home) == []
     params = load()
     lora = params.ppo.lora.model_copy(update={"r": 0})
     whole = params.model_copy(update={"ppo": params.ppo.model_copy(update={"lora": lora})})
     Path("params.yaml").write_text(yaml.safe_dump(whole.model_dump(mode="json")))
     record("whole", database, home, "sft@r0", upload=[Upload.policy])
-    assert STORED not in models_of(database, "whole")["r0-sft"].tags  # no adapter needs it
+    assert weights(home) == []  # no adapter needs the SFT model
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     record("policy", database, home, *MADE, upload=[Upload.policy])
-    with_files = {
-        name for name, model in models_of(database, "policy").items() if STORED in model.tags
-    }
+    models = models_of(database, "policy")
+    with_files = {name for name, model in models.items() if has_files(model)}
     assert with_files == {"r0-ppo", "r0-sft"}  # the policy is an adapter
 
 
@@ -291,102 +274,39 @@ def test_a_model_without_its_list_of_files_is_recorded_with_the_reason(
         path.unlink()
     assert record("first", f"sqlite:///{home / 'mlflow.db'}", home, "sft@r0") == []
     (model,) = models_of(f"sqlite:///{home / 'mlflow.db'}", "first").values()
-    assert model.status == "READY" and STORED not in model.tags
+    assert model.status == "READY" and not has_files(model)
     assert "`dvc gc` removed rounds/r0/sft/model" in model.tags["mlflow.note.content"]
 
 
-def test_a_file_that_is_gone_is_reported_and_holds_up_no_other_model(
+def test_files_are_sent_after_an_outage_though_the_folder_has_another_model(
     project: Path, home: Path
 ) -> None:
+    """Unless DVC's cache has lost one; this holds up no other model."""
     database = f"sqlite:///{home / 'mlflow.db'}"
-    nowhere = "http://127.0.0.1:9"
-    record("first", nowhere, home, *MADE)
-    (file,) = (project / "rounds/r0/reward/model").glob("*.safetensors")
-    file.unlink()
+    assert "`rondo sync` sends the rest" in record("first", NOWHERE, home, *MADE)[-1]
+    for path in project.glob("rounds/**/*.safetensors"):
+        path.write_bytes(b"another model")
     for path in (project / ".dvc/cache").rglob("*"):
         if path.is_file() and b"score.weight" in path.read_bytes()[:10_000]:
             path.unlink()
-    messages = [line for _ in range(3) for line in record("next", database, home)]
-    (rejected,) = [line for line in messages if "does not get the record" in line]
-    (reason,) = (home / "outbox/models/rejected").glob("*.txt")
-    assert "reward/model/model.safetensors" in reason.read_text()
-    assert "run its stage again" in reason.read_text() and str(home) in rejected
+    (message,) = record("next", database, home)
+    assert "does not get the files of r0-reward" in message and "run its stage again" in message
     states = {name: model.status for name, model in models_of(database, "first").items()}
     assert states == dict.fromkeys(ALL, "READY") | {"r0-reward": "FAILED"}
+    before = weights(home)
+    assert record("later", database, home) == []
+    assert weights(home) == before
 
 
-class Cut(ThreadingHTTPServer):
-    """Passes requests on to MLflow; down after `uploads` files of weights. puts: their paths."""
-
-    def __init__(self, target: str, uploads: int) -> None:
-        self.target, self.uploads, self.puts = target, uploads, list[str]()
-        super().__init__(("127.0.0.1", 0), Relay)
-
-
-class Relay(BaseHTTPRequestHandler):
-    server: Cut
-
-    def do_GET(self) -> None:
-        if self.command == "PUT" and "/weights/" in self.path:
-            self.server.puts.append(self.path)
-        if len(self.server.puts) > self.server.uploads:
-            self.close_connection = True
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
-        headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
-        request = Request(self.server.target + self.path, body, headers, method=self.command)
-        try:
-            with urlopen(request, timeout=60) as reply:
-                status, content = reply.status, reply.read()
-        except HTTPError as error:
-            status, content = error.code, error.read()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_an_upload_that_an_outage_interrupts_goes_on_later(
+def test_an_upload_that_an_outage_interrupts_is_completed_by_a_sync(
     project: Path, server: Server, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    sft = project / "rounds/r0/sft/model"
-    (sft / "README.md").write_text("a model that this server has not seen")
-    relock(project)
-    with Cut(server.uri, uploads=2) as relay:
-        Thread(target=relay.serve_forever, daemon=True).start()
-        uri = f"http://127.0.0.1:{relay.server_port}"
-        messages = record("cut", uri, home, "sft@r0")
-        assert "failed" in messages[0] and "outbox/models is sent with the next run" in messages[-1]
-        model = models_of(server.uri, "cut")["r0-sft"]
-        assert model.status == "PENDING" and STORED not in model.tags
-        sent, relay.uploads = relay.puts[:2], 1000
-        relay.puts.clear()
-        assert record("next", uri, home) == []
-        assert models_of(server.uri, "cut")["r0-sft"].status == "READY"
-        assert relay.puts and not set(sent) & set(relay.puts)
-        relay.shutdown()
-    names = {path.rpartition("/")[2] for path in [*sent, *relay.puts]}
-    assert names == {path.name for path in sft.iterdir()}
-
-
-def test_weights_are_found_behind_a_hundred_models_that_refer_to_them(home: Path) -> None:
-    client = connect(f"sqlite:///{home / 'mlflow.db'}")
-    experiment = client.create_experiment("many", (home / "mlartifacts").as_uri())
-
-    def create(stored: str) -> str:
-        tags = {DIGEST: "d", STORED: stored}
-        return str(mlflow.create_external_model("m", tags=tags, experiment_id=experiment).model_id)
-
-    first = create("")
-    client.set_logged_model_tags(first, {STORED: first})
-    for _ in range(101):  # MLflow returns the newest 100
-        create(first)
-    assert find_stored(client, experiment, "d") == first
-    assert find_stored(client, experiment, "another") is None
+    with refusing_proxy(server.uri, {}) as uri:  # it passes on no file
+        first, last = record("cut", uri, home, "sft@r0", local=False)
+    assert "failed" in first and "`rondo sync` sends the rest" in last
+    assert models_of(server.uri, "cut")["r0-sft"].status == "PENDING"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    assert list(send_all(home, pytest.fail)) == ["cut: files of r0-sft"]
+    assert list(send_all(home, pytest.fail)) == []
+    assert models_of(server.uri, "cut")["r0-sft"].status == "READY"

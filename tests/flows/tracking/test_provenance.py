@@ -12,7 +12,6 @@ from flows.execution import dvc_stages
 from flows.execution.meter import Meter
 from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.files import read_json
 
 FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "def-dirty")
@@ -88,4 +87,3 @@ def test_the_page_of_a_stage_in_mlflow(
     (stage,) = client.search_runs([experiment.experiment_id], "tags.`rondo.address` = 'assets'")
     page = f"/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}"
     assert tracker.page("assets") == f"{Servers().mlflow}{page}?workflowType=machine_learning"
-    assert NullTracker().page() is None

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
 from flows.tracking.models import Checkpoint
-from flows.tracking.null_tracker import NullTracker
-from flows.tracking.outbox import Outbox
-from flows.tracking.records import HEALTH, Data, Record, read_steps
+from flows.tracking.records import HEALTH, Record, read_steps
+from flows.tracking.sync import recorded, send_all
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
@@ -30,11 +30,11 @@ DOCS = ROOT / "docs/running.md"
 ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
 
 
-def run_all(tracker: NullTracker) -> None:
+def run_all(tracker: MlflowTracker) -> None:
     tracker.begin()
     for address in dvc_stages.stage_order(["r0"]):
         tracker.start(address, Meter())
-        outcome = dvc_stages.run(address, lambda _: tracker.progress())
+        outcome = dvc_stages.run(address, lambda _: None)
         tracker.finish(outcome.value)
     tracker.close("FINISHED", {"summary.md": "the table"})
 
@@ -114,7 +114,7 @@ def test_metrics_of_models_name_the_data_on_which_they_were_measured(shared_data
             address="evaluate@r0",
             started=0,
             ended=1,
-            inputs=[Data(path="rounds/r0/prepare/data", digest="d1")],
+            inputs={"rounds/r0/prepare/data": "d1"},
             checkpoints=[
                 Checkpoint(name=name, stage="ppo", path=name, digest=name, metrics={"kl": 1.0})
                 for name in ("r0-ppo", "r0-step_00009")
@@ -155,43 +155,81 @@ def client_text(client: MlflowClient, run: Run, name: str) -> str:
     return Path(client.download_artifacts(run.info.run_id, name)).read_text()
 
 
-def test_records_that_a_dead_server_missed_are_sent_later_unchanged(
-    finished_project: Path, shared_database: str
+def test_what_a_dead_server_missed_is_sent_later_unchanged(
+    finished_project: Path, shared_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
     home = finished_project / ".rondo"
     run_all(MlflowTracker("offline", NOWHERE, home, {}, messages.append, local=False))
     assert len(messages) == 2
-    assert NOWHERE in messages[0]
-    assert "sent with the next run" in messages[1]
+    assert NOWHERE in messages[0] and "`rondo sync` sends the rest" in messages[1]
     steps = finished_project / "rounds/r0/sft/metrics.jsonl"
     steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
 
-    tracker = MlflowTracker("next", shared_database, home, {}, messages.append)
+    tracker = MlflowTracker("next", shared_database, home, {}, pytest.fail)
     tracker.begin()
     tracker.flush()
-    assert len(messages) == 2
-    assert not Outbox(home / "outbox", Record).waiting()
     sent = runs(shared_database, "offline")
     assert set(sent) == ADDRESSES
     assert sent["pipeline"].info.status == "FINISHED"
     history = MlflowClient(shared_database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
     assert [point.value for point in history] == [1.0, 0.5, 1 / 3]
+    tracker.close("FINISHED", {})
 
 
-def test_sending_twice_changes_nothing(finished_project: Path, shared_database: str) -> None:
-    tracker = MlflowTracker("twice", shared_database, finished_project / ".rondo", {}, print)
-    run_all(tracker)
-    before = runs(shared_database, "twice")
-    assert tracker.store is not None
-    tracker.store.send(records.read_record("twice", "evaluate@r0", "ran", {}))
-    after, client = runs(shared_database, "twice"), MlflowClient(shared_database)
-    assert set(before) == set(after)
-    run_id = after["evaluate@r0"].info.run_id
-    assert len(client.get_metric_history(run_id, "loss")) == 3
-    for run in (before["evaluate@r0"], after["evaluate@r0"]):
-        assert run.outputs is not None and len(run.outputs.model_outputs) == 3  # policies
-    assert len(client.get_run(run_id).inputs.model_inputs) == 2  # base, SFT
+def contents(database: str, run: str) -> dict[str, object]:
+    """All that MLflow has of a pipeline run, without MLflow's own ids and times."""
+    client, found = MlflowClient(database), dict[str, object]()
+    for address, part in runs(database, run).items():
+        run_id, info = part.info.run_id, part.info
+        found[address] = [
+            (info.run_name, info.status, info.start_time, info.end_time, part.data.params),
+            own_tags(part.data.tags),
+            {key: curve(client, run_id, key) for key in part.data.metrics},
+            [(file.path, file.file_size) for file in client.list_artifacts(run_id)],
+            sorted((data.dataset.name, data.dataset.digest) for data in part.inputs.dataset_inputs),
+            sorted(names(client, part.inputs.model_inputs)),
+            sorted(names(client, part.outputs.model_outputs)),
+        ]
+    for model in client.search_logged_models(["1"], f"tags.`rondo.run` = '{run}'"):
+        metrics = sorted((metric.key, metric.value) for metric in model.metrics or [])
+        found[model.name] = [model.status, model.params, own_tags(model.tags), metrics]
+    return found
+
+
+def own_tags(tags: dict[str, str]) -> dict[str, str]:
+    ignored = ("mlflow.", "rondo.record")
+    return {key: value for key, value in tags.items() if not key.startswith(ignored)}
+
+
+def names(client: MlflowClient, models: list[Any]) -> list[str]:
+    return [str(client.get_logged_model(model.model_id).name) for model in models]
+
+
+def test_syncing_again_changes_nothing_and_fills_another_mlflow(
+    finished_project: Path,
+    shared_database: str,
+    empty_tables: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = finished_project / ".rondo"
+    run_all(MlflowTracker("twice", shared_database, home, {"project": "p"}, pytest.fail))
+    before = contents(shared_database, "twice")
+    assert len(before) == len(ADDRESSES) + 5
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_database)
+    assert list(send_all(home, pytest.fail)) == []
+    files = sorted(recorded(home)[0].glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    for file in files:  # another hash of the same content: sent again
+        file.write_text(file.read_text() + "\n")
+    assert list(send_all(home, pytest.fail)) == ["twice: 6 records"]
+    assert contents(shared_database, "twice") == before
+
+    (tmp_path / "other").mkdir()
+    new = f"sqlite:///{shutil.copy(empty_tables, tmp_path / 'other/mlflow.db')}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", new)
+    assert list(send_all(home, pytest.fail)) == ["twice: 6 records"]
+    assert contents(new, "twice") == before
 
 
 def test_the_pipeline_run_has_the_health_of_each_round(
@@ -209,20 +247,17 @@ def test_the_pipeline_run_has_the_health_of_each_round(
             [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))],
         )
     write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
-    tracker = MlflowTracker("health", shared_database, tmp_path / ".rondo", {}, print)
+    tracker = MlflowTracker("health", shared_database, tmp_path / ".rondo", {}, pytest.fail)
+    client, live = MlflowClient(shared_database), []
     for address in ("sft@r0", "ppo@r0", "ppo@r1"):
-        tracker.start(address, Meter())
-        tracker.next_time = 0
-        tracker.progress()
+        meter = Meter()
+        meter.began = 0.0
+        tracker.start(address, meter)
         tracker.flush()
-    client, parent = MlflowClient(shared_database), runs(shared_database, "health")["pipeline"].info
-    live = curve(client, parent.run_id, "r0/kl")
+        parent = runs(shared_database, "health")["pipeline"].info
+        live = live or curve(client, parent.run_id, "r0/kl")
+        tracker.finish("failed")
     tracker.close("FINISHED", {"summary.md": "the table"})
-    assert tracker.store is not None
-    values = {"run": "health", "address": "ppo@r0", "started": 0, "ended": 0}
-    record = Record.model_validate(values | {"steps": read_steps("ppo@r0")})
-    for _ in range(2):  # as at the end of the stage, and again as an unsent record
-        tracker.store.send(record)
     assert (
         live
         == curve(client, parent.run_id, "r0/kl")
@@ -272,8 +307,11 @@ def test_steps_without_a_clock_get_the_current_time(project: Path) -> None:
 
 def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
-    tracker = open_tracker("off", project / ".rondo", {}, print)
-    assert type(tracker) is NullTracker
+    tracker = open_tracker("off", project / ".rondo", {}, pytest.fail)
+    tracker.begin()
+    tracker.start("sft@r0", Meter())
+    tracker.finish("ran")
+    assert tracker.page() is None
     tracker.close("FINISHED", {})
     assert not (project / ".rondo").exists()
 
