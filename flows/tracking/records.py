@@ -34,7 +34,6 @@ from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
-from stages.lib.core.params import load_params
     file_hash,
     json_hash,
     metric_name,
@@ -43,7 +42,7 @@ from stages.lib.core.params import load_params
     stage_dir,
     work_dir,
 )
-from stages.lib.core.params import flatten
+from stages.lib.core.params import flatten, load_params
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.rows import ClockRow, StepRow, read_rows
@@ -281,7 +280,9 @@ def champion_digest() -> str:
     """The md5 of the champion of this folder's rounds: after the last one with a promotion gate,
     by its gate or the choice of a person (stages/gate/champion.py). Empty if there is none.
     """
-    rounds = reversed(list(load_params().rounds)) if any(REPORTS.glob("*/gate_promote.json")) else ()
+    rounds = (
+        reversed(list(load_params().rounds)) if any(REPORTS.glob("*/gate_promote.json")) else ()
+    )
     for round_ in rounds:
         policy, verdict = stage_dir(round_, "ppo") / "policy", read_gate(round_, "promote")
         if policy.exists() and verdict:
