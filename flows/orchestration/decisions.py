@@ -98,7 +98,6 @@ def _read(path: Path) -> dict[str, Any]:
     """
     fix = f"delete {path}, and start the run again with the command, or the form, that started it"
     values = read_object(path, fix)
-    recorded = values.pop(DIGEST, None)  # older versions recorded none
-    if recorded not in (None, json_hash(values)):
+    if values.pop(DIGEST, None) != json_hash(values):
         raise BadInput(f"{path}: damaged: its {DIGEST} is not that of its content; {fix}")
     return values

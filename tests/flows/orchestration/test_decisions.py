@@ -7,7 +7,6 @@ import pytest
 from flows.core.run_locks import hold_run_lock
 from flows.orchestration import decisions
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import write_json
 from stages.lib.core.params import Params
 
 
@@ -38,14 +37,18 @@ def test_only_a_run_with_settings_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would go on with those of params.yaml."""
+    run = "20261127-120000-0a1b2c3d"
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0a1b2c3d")
+    hold_run_lock(decisions.decisions_path(tmp_path))
+    decisions.decide_once(tmp_path, "run", lambda: run)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "another-run")
-    record, run = tmp_path / "runs/0a1b2c3d.json", "20261127-120000-0a1b2c3d"
-    hold_run_lock(record)
-    write_json(record, {"run": run})
     with pytest.raises(BadInput, match=f"run {run} ended before it had recorded its settings"):
         decisions.take_over(tmp_path, run)
     assert not decisions.decisions(tmp_path)
-    write_json(record, {"run": run, f"params of {run}": Params(seed=5).model_dump(mode="json")})
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0a1b2c3d")
+    params = Params(seed=5).model_dump(mode="json")
+    decisions.decide_once(tmp_path, f"params of {run}", lambda: params)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "another-run")
     decisions.take_over(tmp_path, run)
     taken = decisions.decided_params(tmp_path, run)
     assert taken is not None and taken.seed == 5
@@ -67,5 +70,3 @@ def test_a_flipped_bit_changes_no_decision(tmp_path: Path, monkeypatch: pytest.M
                 assert f"{path}: " in str(error) and "start the run again" in str(error)
                 refused += 1
     assert refused > 0.9 * 8 * len(content)
-    path.write_text('{"params": 1}')  # of an older version
-    assert decisions.decisions(tmp_path) == {"params": 1}
