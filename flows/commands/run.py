@@ -4,17 +4,20 @@ Prefect and what imports it are imported in the functions, after the signal hand
 environment variables are set.
 """
 
+import atexit
 import logging
 import os
 import shlex
+import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.core import interrupts, services
 from flows.core.config import KEEP, one_more_round
-from flows.core.databases import check_database, make_database
+from flows.core.databases import check_database
 from flows.core.run_locks import is_alive
 from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
@@ -113,9 +116,7 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
     # The fork server imports its libraries while Prefect starts.
     with fork_server.fork_server(dvc_stages.stage_environment()), reporting("rondo"):
         with progress("starting Prefect"):
-            from flows.orchestration import terminal_run
-
-            terminal_run.prepare(HOME.resolve())
+            start_temporary_server(HOME.resolve())
         from httpx import HTTPError, TransportError
         from prefect.settings import get_current_settings
 
@@ -159,13 +160,36 @@ def configure_prefect() -> None:
     if servers := services.running_prefect(home):
         os.environ[services.API_URL] = f"{servers.prefect}/api"
         os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
-    else:  # the temporary server of this process
-        os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
-        check_database(database := home / services.PREFECT_DATABASE)
-        if not database.exists():  # the import takes seconds
-            from flows.orchestration import prefect_server
+    else:  # a temporary one
+        check_database(home / services.PREFECT_DATABASE)
 
-            make_database(database, prefect_server.make_tables)
+
+def start_temporary_server(home: Path) -> None:
+    """Start a Prefect server for this run alone, unless Prefect's settings name one.
+
+    A terminal sends Ctrl-C to its whole process group. The server that Prefect starts by itself is
+    in it, and would end before the run has reported its end; this one leads a session of its own.
+
+    Raises:
+        RondoError: the server did not start.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    from flows.orchestration.service_processes import Services
+
+    if get_current_settings().api.url:
+        return
+    with socket.create_server((services.HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    address = f"http://{services.HOST}:{port}/api"
+    os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
+    os.environ.update({services.API_URL: address, services.TEMPORARY: "true"})
+    refresh_global_settings_context()
+    server = Services(home / "logs")
+    atexit.register(server.stop)  # after the exit handlers of Prefect, which use it
+    server.start("temporary-prefect", "flows.orchestration.prefect_server", str(port))
+    server.wait_until("temporary-prefect", lambda: services.is_up(f"{address}/health"))
 
 
 def configure_console() -> None:

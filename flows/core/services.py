@@ -2,7 +2,7 @@
 
 `rondo up` writes .rondo/servers.json, which only its owner can read. A port alone identifies no
 server: another project, or another person on this machine, may use the same one. So a server is
-used only if the process that wrote the file lives, and one of its descendants listens on the port.
+used only while `rondo up` holds the lock of this folder.
 """
 
 import json
@@ -11,15 +11,14 @@ import re
 import secrets
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
-import psutil
 from pydantic import Field, TypeAdapter
 
+from flows.core.run_locks import is_free
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import replacing
 
@@ -29,12 +28,14 @@ LogLine = Callable[[str], None]
 HOST = "127.0.0.1"
 HOME = Path(".rondo")
 SERVERS = "servers.json"  # in HOME
+LOCK = "up.lock"  # in HOME: held by `rondo up` or `rondo worker`
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
-CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was set
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 API_URL = "PREFECT_API_URL"  # Prefect's own variable
+# Prefect's own variable, too: "true" if its server ends with this process
+TEMPORARY = "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"
 # What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
 WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
@@ -46,16 +47,13 @@ START_SECONDS = 120.0  # for a server to answer
 class Servers:
     """The servers of a `rondo up`.
 
-    prefect_port, mlflow_port: on HOST. auth: what Prefect's API asks for, `user:password`. pid,
-    started: the process of `rondo up`, and when it started, in seconds since the epoch. home: its
-    .rondo folder, since the file may be part of a copied project.
+    prefect_port, mlflow_port: on HOST. auth: what Prefect's API asks for, `user:password`. home:
+    the .rondo folder of `rondo up`, since the file may be part of a copied project.
     """
 
     prefect_port: Port = PREFECT_PORT
     mlflow_port: Port = MLFLOW_PORT
     auth: str = ""
-    pid: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    started: float = 0.0
     home: str = ""
 
     @property
@@ -123,36 +121,19 @@ def new_auth() -> str:
 def running_prefect(home: Path = HOME) -> Servers | None:
     """The servers of this project if its Prefect server runs."""
     servers = last_servers(home)
-    serves = _serves(servers, servers.prefect_port)
-    return servers if serves and is_up(f"{servers.prefect}/api/health") else None
+    return servers if _held(servers) and is_up(f"{servers.prefect}/api/health") else None
 
 
 def running_mlflow(home: Path = HOME) -> Servers | None:
     """The servers of this project if its MLflow server runs."""
     servers = last_servers(home)
-    serves = _serves(servers, servers.mlflow_port)
-    return servers if serves and is_up(f"{servers.mlflow}/health") else None
+    return servers if _held(servers) and is_up(f"{servers.mlflow}/health") else None
 
 
-def _serves(servers: Servers, port: int) -> bool:
-    """Whether `rondo up` lives, and it or one of its descendants listens on the port."""
-    try:
-        up = psutil.Process(servers.pid)
-        if abs(up.create_time() - servers.started) > CLOCK_SECONDS:
-            return False  # another process that got its number
-        processes = [up, *up.children(recursive=True)]
-    except (psutil.Error, ValueError):
-        return False
-    return any(_listens(process, port) for process in processes)
-
-
-def _listens(process: psutil.Process, port: int) -> bool:
-    with suppress(psutil.Error):  # it has just ended
-        return any(
-            connection.status == psutil.CONN_LISTEN and connection.laddr == (HOST, port)
-            for connection in process.net_connections("tcp4")
-        )
-    return False
+def _held(servers: Servers) -> bool:
+    """Whether the `rondo up` of these servers lives."""
+    lock = Path(servers.home, LOCK)
+    return bool(servers.home) and lock.exists() and not is_free(lock)
 
 
 def mlflow_pages(home: Path = HOME) -> str | None:
@@ -167,9 +148,10 @@ def mlflow_pages(home: Path = HOME) -> str | None:
 
 def prefect_pages(home: Path = HOME) -> str:
     """The address of Prefect's pages: of the server that PREFECT_API_URL names, which this process
-    or a worker uses, else of the server of `rondo up`, running or not.
+    or a worker uses, else of the server of `rondo up`, running or not. A temporary server has none.
     """
-    url = without_credentials(os.environ.get(API_URL, ""))
+    temporary = os.environ.get(TEMPORARY) == "true"
+    url = "" if temporary else without_credentials(os.environ.get(API_URL, ""))
     return url.rstrip("/").removesuffix("/api") or last_servers(home).prefect
 
 
@@ -195,9 +177,7 @@ def prefect_environment(home: Path) -> dict[str, str]:
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-        # Prefect's 20 s are too short on a busy machine
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": f"{START_SECONDS:.0f}",
+        TEMPORARY: "false",
         "PREFECT_CLI_PROMPT": "false",
         # leases of concurrency slots survive a restart of the server
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (

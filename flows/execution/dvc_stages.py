@@ -24,7 +24,6 @@ import psutil
 from flows.core import locks
 from flows.core.addresses import split_address
 from flows.core.locks import LOCK
-from flows.core.services import CLOCK_SECONDS
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import (
@@ -52,6 +51,7 @@ INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of t
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 # Without a line from a stage, until a run prints one itself: stages print one every 10 s.
 QUIET_SECONDS = 15.0
+CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was set
 RWLOCK = Path(".dvc/tmp/rwlock")  # the paths that DVC's running commands read and write
 DVC_TEMPORARY = re.compile(r"\.[\w-]{22}\.tmp")
 WRITING_SECONDS = 1.0  # enough for a DVC that has made a folder to write the file in it

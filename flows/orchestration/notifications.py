@@ -49,9 +49,9 @@ BODY = f"{REASON}\n{{{{ flow_run|ui_url }}}}"
 
 
 def set_up_notifications(url: str | None) -> list[str]:
-    """Create or extend the automation that notifies every block named `rondo`.
+    """Create or replace the automation that notifies every block named `rondo`.
 
-    An existing automation keeps its actions and whether it is enabled, as a person left it.
+    It stays off if a person has switched it off.
 
     Args:
         url: The address of a webhook; its block is created first. None: the existing blocks only.
@@ -74,22 +74,12 @@ def set_up_notifications(url: str | None) -> list[str]:
             SendNotification(block_document_id=block.id, subject=SUBJECT, body=BODY)
             for block in blocks
         ]
-        automations = client.read_automations_by_name(NAME)
-        if actions and not automations:
-            client.create_automation(AutomationCore(name=NAME, trigger=TRIGGER, actions=actions))
-        for automation in automations:
-            known = [
-                action.block_document_id
-                for action in automation.actions
-                if isinstance(action, SendNotification)
-            ]
-            new = [action for action in actions if action.block_document_id not in known]
-            if new:
-                automation.actions += new
-                # A PUT replaces all fields, so the others are sent back as they are
-                fields = automation.model_dump(exclude={"owner_resource"})
-                core = AutomationCore.model_validate(fields)
-                client.update_automation(automation.id, core)
+        automation = AutomationCore(name=NAME, trigger=TRIGGER, actions=actions)
+        existing = client.read_automations_by_name(NAME) if actions else []
+        for old in existing:
+            client.update_automation(old.id, automation.model_copy(update={"enabled": old.enabled}))
+        if actions and not existing:
+            client.create_automation(automation)
     return [block.block_type_name or "" for block in blocks]
 
 

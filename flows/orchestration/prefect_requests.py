@@ -5,9 +5,10 @@ The client reads its address and the string that it logs in with from the enviro
 import takes 2 s.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from uuid import UUID
 
 from httpx import HTTPError, HTTPStatusError
@@ -20,6 +21,7 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Crashed
 
+from flows.core.run_locks import is_free
 from stages.lib.core.errors import RondoError
 
 CUT_OFF = "CutOff"
@@ -56,10 +58,10 @@ def flow_runs(pool: str | None = None, **filters: object) -> list[FlowRun]:
         )
 
 
-def set_state(run: UUID, state: State, force: bool = False) -> None:
-    """Set the state of a flow run; without `force`, a run that has ended keeps its state."""
+def set_state(run: UUID, state: State) -> None:
+    """Set the state of a flow run; a run that has ended keeps its state."""
     with prefect_client() as client:
-        client.set_flow_run_state(run, state, force)
+        client.set_flow_run_state(run, state)
 
 
 def create_pool(name: str) -> None:
@@ -90,46 +92,48 @@ def offer_nightly(deployment_name: str) -> None:
             client.create_deployment_schedules(deployment.id, [schedule])
 
 
-def running(pool: str) -> list[UUID]:
-    """The runs of a worker that have not ended, as far as Prefect knows."""
-    state = {"type": {"any_": [StateType.PENDING, StateType.RUNNING]}}
-    return [run.id for run in flow_runs(pool, state=state)]
-
-
-def cut_off(runs: Iterable[UUID], force: bool = False) -> None:
-    """Give runs the state of those that `rondo up` interrupts: the next one resumes them.
+def cut_off(pool: str) -> list[UUID]:
+    """Mark the runs of a worker that has ended: the next one resumes them.
 
     Prefect's setting for this, PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=reschedule, holds for
     `prefect flow-run execute`; a process worker starts `python -m prefect.engine` instead.
+
+    Returns:
+        All marked runs, also of earlier ends.
     """
+    unfinished = {"any_": [StateType.PENDING, StateType.RUNNING]}
+    state = {"operator": "or_", "type": unfinished, "name": {"any_": [CUT_OFF]}}
+    runs = flow_runs(pool, state=state)
     message = "resumes when its worker starts again (`rondo up`, `rondo worker`)"
     for run in runs:
-        set_state(run, Crashed(name=CUT_OFF, message=message), force)
+        if run.state_name != CUT_OFF:
+            set_state(run.id, Crashed(name=CUT_OFF, message=message))
+    return [run.id for run in runs]
 
 
-def cut_off_crashed(runs: Iterable[UUID]) -> None:
-    """The same for those of these runs that reported the signal themselves."""
-    crashed = flow_runs(id={"any_": list(runs)}, state={"name": {"any_": ["Crashed"]}})
-    cut_off((run.id for run in crashed), force=True)
-
-
-def reschedule(recorded: Iterable[UUID], pool: str) -> list[UUID]:
-    """Schedule the runs again that were interrupted when `rondo up` ended or was killed.
+def resume(pool: str) -> list[UUID]:
+    """Schedule the runs again that were interrupted when a worker ended or was killed.
 
     It is called before the worker starts: a run that Prefect shows as running has no process.
-
-    Args:
-        recorded: the runs that `rondo up` interrupted when it ended.
-        pool: of the worker.
 
     Returns:
         The runs that resume.
     """
-    dead = running(pool)
-    cut_off(dead)
-    # Only the crashed ones: others reached their end before `rondo up` did
-    crashed = {"type": {"any_": [StateType.CRASHED]}}
-    interrupted = [run.id for run in flow_runs(id={"any_": [*recorded, *dead]}, state=crashed)]
-    for run in interrupted:
+    runs = cut_off(pool)
+    for run in runs:
         set_state(run, AwaitingRetry())
-    return interrupted
+    return runs
+
+
+def mark_crashed(runs: Path) -> None:
+    """Set the state of runs of the terminal whose process was killed: running, without a worker,
+    with a record in this folder, and with a released lock.
+
+    They have no worker that would report this. Prefect's heartbeats take at least 30 s.
+
+    Args:
+        runs: the folder of the records and locks.
+    """
+    for run in flow_runs(deployment_id={"is_null_": True}, state={"type": {"any_": ["RUNNING"]}}):
+        if (runs / f"{run.id}.json").exists() and is_free(runs / f"{run.id}.lock"):
+            set_state(run.id, Crashed(message="its process ended without reporting a result"))

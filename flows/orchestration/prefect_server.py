@@ -1,15 +1,13 @@
-"""`python -m flows.orchestration.prefect_server server start ...`: Prefect's command line, for a
-server whose SQLite transactions wait for each other, whose database is made completely or not at
-all, and with a link that logs a browser in.
+"""`python -m flows.orchestration.prefect_server PORT`: Prefect's server on loopback, whose SQLite
+transactions wait for each other, whose database is made completely or not at all, and with a link
+that logs a browser in.
 
 Prefect 3.8.8 begins most transactions with BEGIN DEFERRED. Such a transaction reads, and asks for
 the write lock with its first INSERT. If another connection has committed in between, SQLite
 reports "database is locked" at once: no busy timeout helps a transaction that has read old data.
-The server then answers 503. Prefect's own client repeats the request, its pages do not: they show
-"Oops. Something went wrong". The form of a deployment is hit most, because the server validates
-the parameters for half a second between its read and its INSERT.
-
-BEGIN IMMEDIATE takes the write lock first, and waits for it (Prefect sets 60 s).
+The server then answers 503, and Prefect's pages show "Oops. Something went wrong", e.g. after
+*Submit* in the form of a deployment (https://github.com/PrefectHQ/prefect/issues/18934). BEGIN
+IMMEDIATE takes the write lock first, and waits for it (Prefect sets 60 s).
 
 Prefect's pages ask for the string of PREFECT_SERVER_API_AUTH_STRING, and keep it in the browser's
 local storage. The page /rondo#STRING puts it there. A browser sends what follows the # to no
@@ -17,23 +15,22 @@ server, and the page leaves no entry in the browser's history.
 """
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+import sys
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+import uvicorn
 from fastapi.responses import HTMLResponse
-from prefect.server.api import server
+from prefect.server.api.server import create_app
 from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import temporary_database_config
-from prefect.settings import PREFECT_HOME
-from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+from prefect.settings import PREFECT_HOME, get_current_settings
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from flows.core.databases import make_or_exit
-
-_begin_transaction = AioSqliteConfiguration.begin_transaction
-_create_ui_app = server.create_ui_app
+from flows.core.services import HOST
 
 LOGIN_PAGE = """<!DOCTYPE html><title>Rondo</title><script>
 localStorage.setItem("prefect-password", btoa(location.hash.slice(1)))
@@ -41,21 +38,12 @@ location.replace("/deployments")
 </script>"""
 
 
-def begin_immediate(
-    configuration: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
-) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
-    """Begin a transaction that holds the write lock from its start.
+def begin_immediate(_: object, __: object, statement: str, parameters: Any, *___: object) -> Any:
+    """The statement with which a transaction takes the write lock first; others as they are.
 
-    Replaces AioSqliteConfiguration.begin_transaction.
+    A listener of SQLAlchemy's event `before_cursor_execute`.
     """
-    return _begin_transaction(configuration, session, with_for_update=True)
-
-
-def ui_app_with_login(ephemeral: bool) -> FastAPI:
-    """Prefect's pages and /rondo. Replaces create_ui_app."""
-    pages = _create_ui_app(ephemeral)
-    pages.get("/rondo")(login_page)
-    return pages
+    return statement.replace("BEGIN DEFERRED", "BEGIN IMMEDIATE"), parameters
 
 
 def login_page() -> HTMLResponse:
@@ -69,13 +57,12 @@ def make_tables(database: Path) -> None:
 
 
 def main() -> None:
-    from prefect.cli import app
-
     make_or_exit(PREFECT_HOME.value() / "prefect.db", make_tables, "prefect")
-    configuration: Any = AioSqliteConfiguration
-    configuration.begin_transaction = begin_immediate
-    server.create_ui_app = ui_app_with_login
-    app()
+    event.listen(Engine, "before_cursor_execute", begin_immediate, retval=True)
+    app = create_app(ephemeral=get_current_settings().server.ephemeral.enabled, final=True)
+    app.get("/rondo")(login_page)
+    app.routes.insert(0, app.routes.pop())  # before Prefect's pages, which answer every path
+    uvicorn.run(app, host=HOST, port=int(sys.argv[1]), log_level="warning")
 
 
 if __name__ == "__main__":

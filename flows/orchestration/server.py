@@ -1,12 +1,10 @@
 """`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C."""
 
-import itertools
 import os
 import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import psutil
+from pydantic import AnyHttpUrl, TypeAdapter, ValidationError
 
 from flows.core.databases import check_database
 from flows.core.services import (
@@ -19,6 +17,7 @@ from flows.core.services import (
     PREFECT_PORT,
     WORKFLOW,
     LogLine,
+    Port,
     Servers,
     is_up,
     last_servers,
@@ -28,12 +27,13 @@ from flows.core.services import (
     sqlite_uri,
     write_servers,
 )
-from flows.orchestration.service_processes import Services, lock_folder
-from flows.orchestration.worker import OWN, services_until_signal, start_worker, watch
+from flows.orchestration.service_processes import Services, services_until_signal
+from flows.orchestration.worker import OWN, start_worker, watch
 from stages.lib.core.errors import BadInput
 
 NOTIFY_URL = "RONDO_NOTIFY_URL"
-MAX_PORT = 65535
+WEBHOOK, PORT = TypeAdapter(AnyHttpUrl), TypeAdapter(Port)
+PORTS_TO_TRY = 100
 
 
 def serve(home: Path, log: LogLine = print) -> None:
@@ -54,20 +54,23 @@ def serve(home: Path, log: LogLine = print) -> None:
             contains the end of its log.
     """
     # Popped: no stage needs it
-    notify = os.environ.pop(NOTIFY_URL, None)
-    if notify:
-        _check_webhook(notify)
+    webhook = os.environ.pop(NOTIFY_URL, None)
+    if webhook:
+        _check_webhook(webhook)
     os.environ.update(prefect_environment(home))
-    lock = lock_folder(home)  # noqa: F841 - held while this function runs
-    for name in (PREFECT_DATABASE, MLFLOW_DATABASE):
-        check_database(home / name)
-    servers = _new_servers(home)
-    own_pages = (f"http://{name}:{servers.prefect_port}" for name in (HOST, "localhost"))
-    os.environ.update(server_environment(servers.auth, *own_pages))
-    os.environ[API_URL] = f"{servers.prefect}/api"
-    with services_until_signal(OWN, home) as services:
+    with services_until_signal(OWN.pool, home) as services:
+        for name in (PREFECT_DATABASE, MLFLOW_DATABASE):
+            check_database(home / name)
+        servers = _new_servers(home)
+        own_pages = (f"http://{name}:{servers.prefect_port}" for name in (HOST, "localhost"))
+        os.environ.update(server_environment(servers.auth, *own_pages))
+        os.environ[API_URL] = f"{servers.prefect}/api"
+        write_servers(home, servers)
         _start_servers(services, servers, home, log)
-        _notify(notify, log)
+        from flows.orchestration import notifications
+
+        for block in notifications.set_up_notifications(webhook):
+            log(f"notifications: block `{notifications.BLOCK}` ({block})")
         start_worker(services, OWN, home, log)
         services.wait_until("mlflow", lambda: is_up(f"{servers.mlflow}/health"))
         log(
@@ -85,71 +88,52 @@ def _check_webhook(url: str) -> None:
         BadInput: it is not an address of http or https.
     """
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
+        WEBHOOK.validate_python(url)
+    except ValidationError:
         raise BadInput(
             f"{NOTIFY_URL}: expected an address that accepts a POST, http://... or https://..."
-        )
+        ) from None
 
 
 def _new_servers(home: Path) -> Servers:
-    """The servers of this process: with the string of the last ones, which browsers have stored,
-    and on the same ports if they are free.
-    """
-    last = last_servers(home)
-    prefect_port = _port("PREFECT_SERVER_API_PORT", last.prefect_port, PREFECT_PORT, 0)
-    return Servers(
-        prefect_port,
-        _port("MLFLOW_PORT", last.mlflow_port, MLFLOW_PORT, prefect_port),
-        last.auth or new_auth(),
-        os.getpid(),
-        psutil.Process().create_time(),
-        str(home),
-    )
+    """The servers of this process: with the string of the last ones, which browsers have stored."""
+    prefect_port = _port("PREFECT_SERVER_API_PORT", PREFECT_PORT)
+    mlflow_port = _port("MLFLOW_PORT", MLFLOW_PORT, prefect_port)
+    return Servers(prefect_port, mlflow_port, last_servers(home).auth or new_auth(), str(home))
 
 
-def _port(variable: str, last: int, default: int, prefect_port: int) -> int:
-    """The port that the user set, else the last one, else the first free one from the default.
-
-    Args:
-        prefect_port: Prefect's, which is not free; 0 if it is not known yet.
+def _port(variable: str, usual: int, taken: int = 0) -> int:
+    """The port that the user set, else the first free one from the usual one.
 
     Raises:
         BadInput: the port that the user set is no port, or is in use.
     """
-    if variable in os.environ:
-        text = os.environ[variable]
-        if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
-            raise BadInput(f"{variable}: expected a port, 1 to {MAX_PORT}, got {text!r}")
-        if int(text) == prefect_port or not _is_free(int(text)):
-            raise BadInput(
-                f"{variable}: port {text} is in use: stop the program that uses it, or unset "
-                f"{variable}, and `rondo up` chooses a free port"
-            )
-        return int(text)
-    candidates = itertools.chain([last], range(default, MAX_PORT))
-    return next(port for port in candidates if port != prefect_port and _is_free(port))
+    text = os.environ.get(variable)
+    try:
+        first = usual if text is None else PORT.validate_python(text)
+    except ValidationError:
+        raise BadInput(f"{variable}: expected a port, 1 to 65535, got {text!r}") from None
+    candidates = range(first, first + (1 if text else PORTS_TO_TRY))
+    free = (port for port in candidates if port != taken and _is_free(port))
+    if port := next(free, None):
+        return port
+    raise BadInput(
+        f"{variable}: port {first} is in use: stop the program that uses it, or set {variable} to "
+        "a free port"
+    )
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+    try:
+        with socket.create_server((HOST, port)):
+            return True
+    except OSError:
+        return False
 
 
 def _start_servers(services: Services, servers: Servers, home: Path, log: LogLine) -> None:
     """Start both servers and wait for Prefect, which the next steps need."""
-    prefect_address = ("--host", HOST, "--port", str(servers.prefect_port))
-    services.start(
-        "prefect", "flows.orchestration.prefect_server", "server", "start", *prefect_address
-    )
+    services.start("prefect", "flows.orchestration.prefect_server", str(servers.prefect_port))
     mlflow_address = ("--host", HOST, "--port", str(servers.mlflow_port), "--workers", "1")
     # No page of another host, not even one whose name resolves to this machine
     pages = ("--allowed-hosts", f"{HOST}:*,localhost:*", "--cors-allowed-origins", servers.mlflow)
@@ -158,16 +142,7 @@ def _start_servers(services: Services, servers: Servers, home: Path, log: LogLin
     artifacts = ("--artifacts-destination", (home / MLFLOW_ARTIFACTS).as_uri())
     mlflow = ("flows.tracking.mlflow_server", str(database), "server")
     services.start("mlflow", *mlflow, *records, *artifacts, *mlflow_address, *pages)
-    write_servers(home, servers)
     log(f"starting Prefect and MLflow (logs in {services.logs}) ...")
     import flows.orchestration.prefect_requests  # noqa: F401 - takes 2 s, in which they start
 
     services.wait_until("prefect", lambda: is_up(f"{servers.prefect}/api/health"))
-
-
-def _notify(webhook: str | None, log: LogLine) -> None:
-    """Set up the notifications of Prefect's runs."""
-    from flows.orchestration import notifications
-
-    for name in notifications.set_up_notifications(webhook):
-        log(f"notifications: block `{notifications.BLOCK}` ({name})")

@@ -4,25 +4,22 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import UUID
+from tempfile import TemporaryDirectory
 
 import psutil
 from filelock import FileLock, Timeout
 
 from flows.core import interrupts
-from flows.core.services import START_SECONDS, LogLine
+from flows.core.services import LOCK, START_SECONDS, LogLine
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment, disk_advice
 from stages.lib.core.errors import BadInput, RondoError, StorageFailed
-from stages.lib.core.files import write_json
 
-RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
-MAX_RESTART_SECONDS = 60.0  # before a service that ended starts again
+END_SECONDS = 6.0  # for the stages to end after their runs
 WORKER_QUERY_SECONDS = 2.0  # between two looks for runs to start, unless the user set others
 
 Process = subprocess.Popen[str]
@@ -30,22 +27,25 @@ Process = subprocess.Popen[str]
 
 @dataclass
 class Services:
-    """The processes of `rondo up`, by name; each has a log <name>.log."""
+    """Processes by name; each has a log <name>.log.
+
+    variables: of their environment, besides those of this process.
+    """
 
     logs: Path
-    environment: dict[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    restarts: Counter[str] = field(default_factory=Counter)
-    restart_times: dict[str, float] = field(default_factory=dict)  # of time.monotonic()
 
     def start(self, name: str, *command: str) -> None:
         """Start `python -m <command>`; the log of a service that starts again is kept."""
+        self.logs.mkdir(parents=True, exist_ok=True)
         again = name in self.commands
         self.commands[name] = command
+        environment = service_environment() | self.variables
         with self.log_file(name).open("a" if again else "w") as log:
             self.processes[name] = process_guard.start(
-                [sys.executable, "-m", *command], env=self.environment, stdout=log, stderr=log
+                [sys.executable, "-m", *command], env=environment, stdout=log, stderr=log
             )
 
     def run(self, name: str, *command: str) -> None:
@@ -70,40 +70,34 @@ class Services:
         """
         end = time.monotonic() + START_SECONDS
         while not ready():
-            self.check_alive()
+            for ended, code in self.ended().items():
+                raise self.failure(ended, f"{ended} ended with {code}")
             if time.monotonic() > end:
                 raise self.failure(name, f"{name} does not answer after {START_SECONDS:.0f} s")
             time.sleep(0.2)
 
-    def check_alive(self) -> None:
-        """
-        Raises:
-            RondoError: a service ended.
-        """
-        for name, process in self.processes.items():
-            if process.poll() is not None:
-                raise self.failure(name, f"{name} ended with {process.returncode}")
+    def ended(self) -> dict[str, int]:
+        """The exit codes of the services that have ended, by name."""
+        codes = {name: process.poll() for name, process in self.processes.items()}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def restart_ended(self, log: LogLine) -> None:
-        """Start MLflow and the worker again if they ended; after each end, wait twice as long.
+        """Start MLflow and the worker again if they ended.
 
         Raises:
             RondoError: Prefect's server ended.
         """
-        now = time.monotonic()
-        for name, process in list(self.processes.items()):
-            if process.poll() is None:
-                continue
+        for name, code in self.ended().items():
             if name == "prefect":
-                self.check_alive()
-            if name not in self.restart_times:
-                wait = min(2.0 ** self.restarts[name], MAX_RESTART_SECONDS)
-                self.restart_times[name] = now + wait
-                log(f"{name} ended with {process.returncode}: it starts again in {wait:.0f} s")
-            elif now >= self.restart_times[name]:
-                del self.restart_times[name]
-                self.restarts[name] += 1
-                self.start(name, *self.commands[name])
+                raise self.failure(name, f"{name} ended with {code}")
+            log(f"{name} ended with {code}: it starts again")
+            self.start(name, *self.commands[name])
+
+    def stop(self) -> None:
+        for service in self.processes.values():
+            service.terminate()
+        for service in self.processes.values():
+            process_guard.stop(service)
 
     def log_file(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -117,24 +111,41 @@ class Services:
         return RondoError(f"{message}:\n{tail}")
 
 
-def lock_folder(home: Path) -> FileLock:
-    """The lock of the folder's servers and worker.
+@contextmanager
+def services_until_signal(pool: str, home: Path) -> Iterator[Services]:
+    """The processes of `rondo up` or `rondo worker`, of which a folder has one.
+
+    A signal ends the block, and the end of the block ends the runs of the worker and all processes.
+
+    Args:
+        pool: of the worker.
 
     Raises:
         BadInput: others run in this folder.
     """
-    lock = FileLock(home / "up.lock")
     try:
-        lock.acquire(blocking=False)
+        # `rondo run` may be looking whether it is held
+        lock = FileLock(home / LOCK).acquire(timeout=1)
     except Timeout:
         raise BadInput(
             "`rondo up` or `rondo worker` already runs in this folder: use it, or stop it"
         ) from None
-    return lock
+    # Prefect's workers share one folder in TMPDIR, which the first user of a machine owns
+    with lock, TemporaryDirectory(prefix="rondo-", ignore_cleanup_errors=True) as temporary:
+        services = Services(home / "logs", {"TMPDIR": temporary})
+        try:
+            yield services
+        except interrupts.Interrupted:
+            pass
+        finally:
+            interrupts.ignore_signals()
+            if "worker" in services.processes:
+                stop_runs(services.processes["worker"].pid, pool)
+            services.stop()
 
 
 def service_environment() -> dict[str, str]:
-    """Of the processes."""
+    """The variables of the processes: those of this one, and others."""
     return {
         # Prefect's 10 s delay the start of each run
         "PREFECT_WORKER_QUERY_SECONDS": str(WORKER_QUERY_SECONDS),
@@ -146,40 +157,26 @@ def service_environment() -> dict[str, str]:
     }
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
+def stop_runs(guard: int, pool: str) -> None:
+    """End the flow runs of a worker and their stages, before the server that records it.
 
+    They are killed, as it may happen to them at any time. The worker is killed first: it would
+    report them as crashed.
 
-def stop_all(services: dict[str, Process], cut_off: Path, pool: str) -> None:
-    """Stop the flow runs first, while the server can still record their states, then all services
-    at once; within 10 s. The ids of the interrupted runs are written to `cut_off`.
+    Args:
+        guard: the process that guards the worker.
+        pool: of the worker.
     """
-    interrupts.ignore_signals()
-    if "worker" in services:
-        from flows.orchestration import prefect_requests
+    from flows.orchestration import prefect_requests
 
-        running: list[UUID] = []
-        with suppress(RondoError):  # the server may be the service that ended
-            running = prefect_requests.running(pool)
-            write_json(cut_off, list(map(str, running)))
-            # Before their processes end: after that the worker reports them as crashed
-            prefect_requests.cut_off(running)
-        # Not reached by the worker's end: each leads a session of its own
-        processes = [
-            process
-            for worker in _children(services["worker"].pid)
-            for process in _children(worker.pid)
-        ]
-        for process in processes:
-            process.terminate()
-        for process in psutil.wait_procs(processes, RUN_SECONDS)[1]:
-            process.kill()
-        with suppress(RondoError):
-            prefect_requests.cut_off_crashed(running)
-    for service in services.values():
-        service.terminate()
-    for service in services.values():
-        process_guard.stop(service)
+    with suppress(psutil.NoSuchProcess):
+        for worker in psutil.Process(guard).children():
+            worker.suspend()  # it starts no further run
+            runs, all_processes = worker.children(), worker.children(recursive=True)
+            for process in [worker, *runs]:
+                process.kill()
+            # Each stage has a guard that ends it
+            for process in psutil.wait_procs(all_processes, END_SECONDS)[1]:
+                process.kill()
+    with suppress(RondoError):  # the server may be the service that ended
+        prefect_requests.cut_off(pool)

@@ -5,41 +5,31 @@ works in the clone of its worker, so each worker has a pool and deployments of i
 """
 
 import hashlib
-import itertools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import UUID
 
-from flows.core import interrupts
 from flows.core.run_locks import RUNS
 from flows.core.services import (
     API_URL,
     PUSH_TO,
+    SERVERS,
     TRACKING_URI,
     WORKER,
     LogLine,
     prefect_environment,
     prefect_pages,
 )
-from flows.orchestration.service_processes import (
-    Services,
-    lock_folder,
-    service_environment,
-    stop_all,
-)
+from flows.orchestration.service_processes import Services, services_until_signal
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.reading import read_yaml
 
-LOOK_SECONDS = 10.0  # between two looks for crashed runs
-TICK_SECONDS = 0.5  # between two checks whether the services are running
+LOOK_SECONDS = 5.0  # between two looks for services that ended and for crashed runs
 DEPLOYMENTS = Path("prefect.yaml")
 API_AUTH = "PREFECT_API_AUTH_STRING"
 
@@ -58,10 +48,6 @@ class Worker:
     def process_name(self, home: Path) -> str:
         """Of the worker of this process in Prefect, which shows an ended one for two minutes."""
         return f"{self.folder_name(home)}-{os.getpid()}"
-
-    def cut_off_file(self, home: Path) -> Path:
-        """The ids of the runs that the end of the worker has interrupted."""
-        return home / f"{self.named('cut_off')}.json"
 
     @property
     def pool(self) -> str:
@@ -95,14 +81,14 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
             f"(and {API_AUTH}, if it asks for a string); `rondo up` has a server of its own"
         )
     os.environ.update(prefect_environment(home))
-    lock = lock_folder(home)  # noqa: F841 - held while this function runs
     worker = Worker(name)
     os.environ[WORKER] = name
     if push_to:
         os.environ[PUSH_TO] = push_to
     if TRACKING_URI not in os.environ:
         log(f"{TRACKING_URI} is not set: MLflow's records stay in {home}")
-    with services_until_signal(worker, home) as services:
+    with services_until_signal(worker.pool, home) as services:
+        (home / SERVERS).unlink(missing_ok=True)  # of an ended `rondo up`
         _check_name(worker, home)
         start_worker(services, worker, home, log)
         names = [worker.named(deployment["name"]) for deployment in _config()["deployments"]]
@@ -111,23 +97,6 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
             f"{', '.join(names)}\nCtrl-C ends it."
         )
         watch(services, home, log)
-
-
-@contextmanager
-def services_until_signal(worker: Worker, home: Path) -> Iterator[Services]:
-    """The processes of this command, with its environment as it is now. A signal ends the block,
-    and the end of the block ends the runs of the worker and all processes.
-    """
-    # Prefect's workers share one folder in TMPDIR, which the first user of a machine owns
-    with TemporaryDirectory(prefix="rondo-", ignore_cleanup_errors=True) as temporary:
-        services = Services(home / "logs", service_environment() | {"TMPDIR": temporary})
-        services.logs.mkdir(parents=True, exist_ok=True)
-        try:
-            yield services
-        except interrupts.Interrupted:
-            pass
-        finally:
-            stop_all(services.processes, worker.cut_off_file(home), worker.pool)
 
 
 def _check_name(worker: Worker, home: Path) -> None:
@@ -162,11 +131,8 @@ def start_worker(services: Services, worker: Worker, home: Path, log: LogLine) -
     prefect_requests.create_pool(worker.pool)
     services.run("deploy", "prefect", "deploy", "--all", *_own_deployments(worker, home))
     prefect_requests.offer_nightly(worker.named("next-round"))
-    recorded = worker.cut_off_file(home)
-    runs = json.loads(recorded.read_text()) if recorded.exists() else []
-    for run in prefect_requests.reschedule(map(UUID, runs), worker.pool):
+    for run in prefect_requests.resume(worker.pool):
         log(f"resumes: {run}, which was interrupted when its worker ended")
-    recorded.unlink(missing_ok=True)
     name = worker.process_name(home)
     options = ("--pool", worker.pool, "--type", "process", "--name", name)
     services.start("worker", "prefect", "worker", "start", *options)
@@ -206,11 +172,10 @@ def watch(services: Services, home: Path, log: LogLine) -> None:
     Raises:
         RondoError: Prefect's server ended, if it is among them.
     """
-    from flows.orchestration import crashed_runs
+    from flows.orchestration import prefect_requests
 
-    for tick in itertools.count():
+    while True:
         services.restart_ended(log)
-        if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
-            with suppress(RondoError):  # Prefect is busy: the next look finds them
-                crashed_runs.mark_crashed(home / RUNS)
-        time.sleep(TICK_SECONDS)
+        with suppress(RondoError):  # Prefect is busy: the next look finds them
+            prefect_requests.mark_crashed(home / RUNS)
+        time.sleep(LOOK_SECONDS)

@@ -17,11 +17,12 @@ from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_HOME,
     PREFECT_LOGGING_TO_API_ENABLED,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     temporary_settings,
 )
 
+from flows.core.services import prefect_environment
 from flows.execution import dvc_stages
-from flows.orchestration.server import prefect_environment
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
@@ -282,8 +283,9 @@ def prefect(
     """A client of that server, which the flows of this process use too."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
     settings = {PREFECT_API_URL: api, PREFECT_HOME: tmp_path / ".rondo/prefect"}
+    off = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
     with (
-        temporary_settings(settings | {PREFECT_LOGGING_TO_API_ENABLED: False}),
+        temporary_settings(settings | off),
         get_client(sync_client=True) as client,
     ):
         yield client

@@ -190,8 +190,8 @@ def services_that_end(server: subprocess.Popen[str], mlflow: str) -> None:
         [guard] = guards(server, words)
         for process in guard.children():
             process.kill()
-    ended = read_until(server, "it starts again in 1 s")
-    ended += read_until(server, "it starts again in 1 s")
+    ended = read_until(server, "it starts again")
+    ended += read_until(server, "it starts again")
     assert all(f"{name} ended with" in ended for name in services)
     until(lambda: all(guards(server, words) for words in services.values()))
     until(lambda: is_up(f"{mlflow}/health"))

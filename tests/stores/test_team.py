@@ -2,7 +2,6 @@
 under another home, which shares with the others only git, the DVC remote and the servers.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -264,7 +263,6 @@ def test_the_end_of_a_worker_interrupts_its_runs_and_the_next_one_resumes_them(t
     assert team.worker.wait(60) == 0
     until(lambda: not of_project(team.machine, "stage.py"))
     assert team.state(run) == "CutOff"
-    assert json.loads((team.machine / ".rondo/cut_off-host-b.json").read_text()) == [run]
     team.start_worker()
     assert f"resumes: {run}" in read_until(team.worker, "Deployments")
     until(lambda: bool(of_project(team.machine, "stage.py")), 120)

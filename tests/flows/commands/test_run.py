@@ -63,8 +63,8 @@ def test_an_empty_address_of_prefect_is_none_and_its_server_asks_for_the_string(
     proxies = {"HTTP_PROXY": NOWHERE, "http_proxy": NOWHERE, "NO_PROXY": "", "no_proxy": "a.org"}
     run = start_rondo(project, "run", "--set", "sft.max_steps=51", **variables, **proxies)
     read_until(run, "[sft@r0] step 3/3")
-    server, *_ = of_project(project, "uvicorn", "prefect.server.api.server:create_app")
-    port = server.cmdline()[server.cmdline().index("--port") + 1]
+    server, *_ = of_project(project, "flows.orchestration.prefect_server")
+    port = server.cmdline()[-1]
     with pytest.raises(urllib.error.HTTPError, match="401"):
         request(f"http://127.0.0.1:{port}/api/flow_runs/filter", {})
     Path("go").touch()

@@ -110,7 +110,7 @@ def test_an_error_of_the_disk_names_the_database(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("prefect", ["flows.orchestration.prefect_server", "version"]),
+        ("prefect", ["flows.orchestration.prefect_server", "0"]),
         ("mlflow", ["flows.tracking.mlflow_server", "prefect.db", "--version"]),
     ],
 )

@@ -117,7 +117,7 @@ def test_ctrl_c_ends_a_run_while_prefect_starts(
     project: Path, start_run: Callable[..., Terminal]
 ) -> None:
     terminal = start_run(WAITS)
-    until(lambda: of_project(project, "uvicorn"))
+    until(lambda: of_project(project, "flows.orchestration.prefect_server"))
     terminal.press_ctrl_c()
     check_end(terminal, signal.SIGINT, project)
 

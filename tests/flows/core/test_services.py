@@ -1,6 +1,5 @@
 """Which server is this project's: real processes and real ports."""
 
-import os
 import shutil
 import stat
 import subprocess
@@ -9,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
+from filelock import FileLock
 from prefect.settings.models.worker import WorkerSettings
 
 from flows.core.services import (
-    CLOCK_SECONDS,
+    LOCK,
     SERVERS,
     Servers,
     last_servers,
@@ -25,6 +24,7 @@ from flows.core.services import (
     running_prefect,
     write_servers,
 )
+from flows.orchestration import server
 from flows.orchestration.server import _new_servers
 from flows.orchestration.service_processes import service_environment
 from stages.lib.core.errors import BadInput
@@ -63,49 +63,38 @@ def port() -> Iterator[int]:
     server.communicate()
 
 
-def servers_of_this_process(home: Path, port: int) -> Servers:
-    started = psutil.Process().create_time()
-    return Servers(port, port, new_auth(), os.getpid(), started, str(home))
+def servers_on(port: int, home: Path) -> Servers:
+    return Servers(port, port, new_auth(), str(home))
 
 
-def test_a_descendant_of_rondo_up_is_the_projects_server(home: Path, port: int) -> None:
+def test_a_server_is_the_projects_while_rondo_up_lives(home: Path, port: int) -> None:
     assert last_servers(home) == Servers() and running_prefect(home) is None
-    servers = servers_of_this_process(home, port)
+    servers = servers_on(port, home)
     write_servers(home, servers)
-    assert last_servers(home) == running_prefect(home) == running_mlflow(home) == servers
-    # in the workspace of a run
-    (home / "workspace").mkdir()
-    (home / "workspace" / SERVERS).symlink_to(home / SERVERS)
-    assert running_mlflow(home / "workspace") == servers
-
-
-def test_a_stranger_on_the_port_is_not(home: Path, port: int) -> None:
-    servers = servers_of_this_process(home, port)
-    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    other = psutil.Process(stranger.pid).create_time()
-    for foreign in (
-        replace(servers, pid=stranger.pid, started=other),  # lives, but does not listen
-        replace(servers, started=servers.started - CLOCK_SECONDS - 1),  # the number of an old one
-        replace(servers, prefect_port=port + 1, mlflow_port=port + 1),
-    ):
-        write_servers(home, foreign)
-        assert running_prefect(home) is running_mlflow(home) is None
-    stranger.communicate()
-    assert running_prefect(home) is None  # has ended
+    assert last_servers(home) == servers and running_prefect(home) is running_mlflow(home) is None
+    with FileLock(home / LOCK):
+        assert running_prefect(home) == running_mlflow(home) == servers
+        # in the workspace of a run
+        (home / "workspace").mkdir()
+        (home / "workspace" / SERVERS).symlink_to(home / SERVERS)
+        assert running_mlflow(home / "workspace") == servers
+        write_servers(home, replace(servers, prefect_port=port + 1))
+        assert running_prefect(home) is None
     (home / SERVERS).write_text('{"prefect_port": 1, "of": "another version"}')
     assert last_servers(home) == Servers()
 
 
 def test_a_copied_project_has_no_servers(home: Path, port: int, tmp_path: Path) -> None:
-    write_servers(home, servers_of_this_process(home, port))
+    write_servers(home, servers_on(port, home))
     copy = tmp_path / "copy" / ".rondo"
     shutil.copytree(home, copy)
-    assert running_prefect(copy) is running_mlflow(copy) is None
+    with FileLock(home / LOCK):
+        assert running_prefect(copy) is running_mlflow(copy) is None
     assert _new_servers(copy).auth != last_servers(home).auth
 
 
 def test_only_the_owner_reads_what_rondo_keeps(home: Path, port: int) -> None:
-    write_servers(home, servers_of_this_process(home, port))
+    write_servers(home, servers_on(port, home))
     assert (mode(home), mode(home / SERVERS)) == (0o700, 0o600)
     home.chmod(0o755)  # made by `dvc repro`, or an older version
     prefect_environment(home)
@@ -117,14 +106,14 @@ def test_used_ports_are_left_to_others(
 ) -> None:
     for variable in ("PREFECT_SERVER_API_PORT", "MLFLOW_PORT"):
         monkeypatch.delenv(variable, raising=False)
-    write_servers(home, servers_of_this_process(home, port))  # both on this port, which is in use
+    monkeypatch.setattr(server, "PREFECT_PORT", port)  # in use
+    monkeypatch.setattr(server, "MLFLOW_PORT", port)
     chosen = _new_servers(home)
-    assert port not in (chosen.prefect_port, chosen.mlflow_port)
+    assert port < chosen.prefect_port < chosen.mlflow_port
     write_servers(home, chosen)
-    again = _new_servers(home)
-    assert again == chosen  # the same ports and string, so that a browser stays logged in
+    assert _new_servers(home) == chosen  # the same string, so that a browser stays logged in
     monkeypatch.setenv("MLFLOW_PORT", str(port))
-    with pytest.raises(BadInput, match=f"MLFLOW_PORT: port {port} is in use.*unset"):
+    with pytest.raises(BadInput, match=f"MLFLOW_PORT: port {port} is in use"):
         _new_servers(home)
     monkeypatch.setenv("MLFLOW_PORT", str(chosen.prefect_port))  # free, but Prefect gets it
     with pytest.raises(BadInput, match=r"MLFLOW_PORT: port \d+ is in use"):

@@ -1,14 +1,12 @@
 """What a flow run decides is kept in the project, whatever folder the run works in."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flows.core.run_locks import hold_run_lock
 from flows.orchestration import decisions
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import json_hash, write_json
 from stages.lib.core.params import Params
 
 
@@ -35,23 +33,22 @@ def test_an_isolated_run_that_begins_again_finds_its_params(
     assert decisions.own_params(home, "one", lambda: Params(seed=6)).seed == 5
 
 
-def write_decisions(record: Path, values: dict[str, Any]) -> None:
-    write_json(record, values | {"sha256": json_hash(values)})
-
-
 def test_only_a_run_with_settings_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would go on with those of params.yaml."""
+    run = "20261127-120000-0a1b2c3d"
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0a1b2c3d")
+    hold_run_lock(decisions.decisions_path(tmp_path))
+    decisions.decide_once(tmp_path, "run", lambda: run)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "another-run")
-    record, run = tmp_path / "runs/0a1b2c3d.json", "20261127-120000-0a1b2c3d"
-    hold_run_lock(record)
-    write_decisions(record, {"run": run})
     with pytest.raises(BadInput, match=f"run {run} ended before it had recorded its settings"):
         decisions.take_over(tmp_path, run)
     assert not decisions.decisions(tmp_path)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0a1b2c3d")
     params = Params(seed=5).model_dump(mode="json")
-    write_decisions(record, {"run": run, f"params of {run}": params})
+    decisions.decide_once(tmp_path, f"params of {run}", lambda: params)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "another-run")
     decisions.take_over(tmp_path, run)
     taken = decisions.decided_params(tmp_path, run)
     assert taken is not None and taken.seed == 5

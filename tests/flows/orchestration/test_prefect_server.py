@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 from prefect.server.database.configurations import AioSqliteConfiguration
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from sqlalchemy.exc import OperationalError
 
 from flows.orchestration.prefect_server import begin_immediate
@@ -53,12 +55,15 @@ async def two_increments(file: Path) -> int:
         await engine.dispose()
 
 
-def test_a_write_in_between_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AioSqliteConfiguration, "begin_transaction", begin_immediate)
-    assert asyncio.run(two_increments(tmp_path / "prefect.db")) == 2
+def test_a_write_in_between_is_waited_for(tmp_path: Path) -> None:
+    event.listen(Engine, "before_cursor_execute", begin_immediate, retval=True)
+    try:
+        assert asyncio.run(two_increments(tmp_path / "prefect.db")) == 2
+    finally:
+        event.remove(Engine, "before_cursor_execute", begin_immediate)
 
 
 def test_prefect_alone_answers_database_is_locked(tmp_path: Path) -> None:
-    """The reason for flows/orchestration/prefect_server.py: if this fails, it can go."""
+    """The reason for `begin_immediate`: if this fails, it can go."""
     with pytest.raises(OperationalError, match="database is locked"):
         asyncio.run(two_increments(tmp_path / "prefect.db"))

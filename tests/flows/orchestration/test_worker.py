@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 from prefect.client.orchestration import SyncPrefectClient
 
 from flows.core import interrupts
-from flows.core.services import prefect_pages
+from flows.core.services import LOCK, prefect_pages
 from flows.orchestration import concurrency, worker
-from flows.orchestration.service_processes import lock_folder
+from flows.orchestration.service_processes import service_environment, services_until_signal
 from stages.lib.core.errors import BadInput
 from tests.paths import ROOT
 from tests.servers import NOWHERE, rondo
@@ -37,9 +38,9 @@ def test_each_worker_has_deployments_and_a_pool_of_its_own(
 
 
 def test_a_machine_has_compute_slots_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert concurrency.Slot(print).limit == "rondo-compute"
+    assert concurrency.limit_name() == "rondo-compute"
     monkeypatch.setenv("RONDO_WORKER", "gpu-1")
-    assert concurrency.Slot(print).limit == "rondo-compute-gpu-1"
+    assert concurrency.limit_name() == "rondo-compute-gpu-1"
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,9 @@ def test_a_server_that_does_not_answer_is_named(project: Path) -> None:
 
 def test_a_folder_has_one_worker(project: Path) -> None:
     (project / ".rondo").mkdir(exist_ok=True)
-    lock = lock_folder(project / ".rondo")
-    ended = rondo(project, "worker", PREFECT_API_URL=f"{NOWHERE}/api")
+    with FileLock(project / ".rondo" / LOCK):
+        ended = rondo(project, "worker", PREFECT_API_URL=f"{NOWHERE}/api")
     assert (ended.returncode, "already runs in this folder" in ended.stderr) == (2, True)
-    lock.release()
 
 
 def test_a_name_is_of_one_folder_of_one_machine(prefect: SyncPrefectClient, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_end_of_a_command_ends_its_processes(
     tmp_path: Path, signals: None, end: BaseException
 ) -> None:
     error = suppress(BadInput)  # a signal is no error
-    with error, worker.services_until_signal(worker.OWN, tmp_path) as services:
+    with error, services_until_signal("rondo", tmp_path) as services:
         services.start("pages", "http.server", "0", "--bind", "127.0.0.1")
         assert services.processes["pages"].poll() is None
         raise end
@@ -117,18 +117,16 @@ def test_a_worker_shares_no_temporary_folder_with_other_users(
 ) -> None:
     """Prefect's worker makes `runner_storage` there, for the first user of the machine."""
     show = "from prefect.runner import Runner; print(Runner()._tmp_dir.parent.parent)"
-    with worker.services_until_signal(worker.OWN, tmp_path) as services:
+    with services_until_signal("rondo", tmp_path) as services:
         shown = subprocess.run(
-            [sys.executable, "-c", show], env=services.environment, capture_output=True, text=True
+            [sys.executable, "-c", show],
+            env=service_environment() | services.variables,
+            capture_output=True,
+            text=True,
         )
         folder = Path(shown.stdout.strip())
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
-
-
-def test_up_and_worker_of_a_folder_remember_their_own_runs(tmp_path: Path) -> None:
-    files = {each.cut_off_file(tmp_path).name for each in (worker.OWN, worker.Worker("gpu-1"))}
-    assert files == {"cut_off.json", "cut_off-gpu-1.json"}
 
 
 def test_pages_are_those_of_the_server_in_use(
