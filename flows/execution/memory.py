@@ -11,7 +11,7 @@ comes the largest of its phases:
 - Merging holds the old weights, float32 weights and merged ones.
 - Sampling holds keys and values (stages/lib/lm/generation.py), those of prompts in two layouts.
 
-bench/stage_memory.py compares the result with measured peaks (docs/performance.md).
+docs/performance.md compares the result with measured peaks.
 """
 
 from dataclasses import dataclass

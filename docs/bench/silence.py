@@ -1,8 +1,8 @@
 """Measures how long a command prints nothing.
 
-`python bench/silence.py [--top N] COMMAND ...` runs a command, prints its lines with the seconds
-since its start, and at the end its longest silences, each with the lines before and after it. For
-example: `python bench/silence.py rondo run --preset smoke`.
+`python docs/bench/silence.py [--top N] COMMAND ...` runs a command, prints its lines with the
+seconds since its start, and at the end its longest silences, each with the lines before and after
+it. For example: `python docs/bench/silence.py rondo run --preset smoke`.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Measures seconds and memory of `prepare` on synthetic pairs.
 
-`python bench/prepare.py --pairs 200000` after `make run` (or `dvc repro assets`) prints JSON. Words
-follow Zipf's law; a fifth of the prompts begins with one of twenty templates. 3% of the pairs are
-copies, 3% are copies with an added word, 1% contradict another pair, and 1% contain another pair's
-response, which is a leak if the split separates the two.
+`python docs/bench/prepare.py --pairs 200000` after `make run` (or `dvc repro assets`) prints JSON.
+Words follow Zipf's law; a fifth of the prompts begins with one of twenty templates. 3% of the pairs
+are copies, 3% are copies with an added word, 1% contradict another pair, and 1% contain another
+pair's response, which is a leak if the split separates the two.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import yaml
 
 VOCABULARY = 50_000
 TEMPLATES = 20
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Writer:

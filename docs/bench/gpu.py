@@ -1,4 +1,4 @@
-"""The measurements of bench/gpu.sh: stages, trainers against TRL's, vLLM against Rondo's sampler.
+"""The measurements of gpu.sh: stages, trainers against TRL's, vLLM against Rondo's sampler.
 
 Each measurement runs in a process of its own, so that its memory is free again afterwards. They are
 forked from a server that only imports: a child of this process, which computes, has failed on a GPU
@@ -207,7 +207,7 @@ def make_project(options: argparse.Namespace, size: Size) -> tuple[Params, list[
         if "failed" not in result:
             return params, [f"model {params.assets.model}, data {params.assets.data}"]
         if options.model or options.data:
-            sys.exit(f"bench/gpu.sh: MODEL or DATA cannot be read: {result['failed']}")
+            sys.exit(f"docs/bench/gpu.sh: MODEL or DATA cannot be read: {result['failed']}")
         used.append(f"NO HUB ({result['failed']})")
     used.append("RANDOM WEIGHTS in the shape of Qwen2.5-0.5B and MADE-UP conversations")
     model, data = WORK / "model", WORK / "data"
@@ -216,7 +216,7 @@ def make_project(options: argparse.Namespace, size: Size) -> tuple[Params, list[
     fallback = [f"assets.model={model}", f"assets.data={data}", "assets.data_config=null"]
     params = resolve(preset, 1, [*size.settings, *fallback])
     if "failed" in (result := measured("assets", partial(run_stage, "assets", params))):
-        sys.exit(f"bench/gpu.sh: {result['failed']}")
+        sys.exit(f"docs/bench/gpu.sh: {result['failed']}")
     return params, used
 
 

@@ -1,8 +1,8 @@
 """Measures the seconds from *Cancel* to the end of a run.
 
-Start `rondo up` in one terminal, then `python bench/cancel.py [TIMES]` in another. Each time, a run
-of the tiny model is started through Prefect's API and cancelled while SFT trains. The run has ended
-when no process works in its folder.
+Start `rondo up` in one terminal, then `python docs/bench/cancel.py [TIMES]` in another. Each time,
+a run of the tiny model is started through Prefect's API and cancelled while SFT trains. The run has
+ended when no process works in its folder.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Draws the chart of docs/default.md from a run: `python bench/plot_run.py docs/run.png`."""
+"""Draws the chart of docs/default.md from a run: `python docs/bench/plot_run.py docs/run.png`."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """How far the judge `lexicon` is independent of the labels of the default run.
 
-    dvc repro inputs assets prepare@r0 && python bench/labels_and_judge.py
+    dvc repro inputs assets prepare@r0 && python docs/bench/labels_and_judge.py
 
 Prints the correlation of VADER's compound score with the human rating over all tweets, and which
 text of each pair of round r0 VADER scores higher, by more than evaluate.tie_margin.

@@ -1,4 +1,4 @@
-"""Writes docs/battery.md and its charts from a run: `python bench/battery_report.py`."""
+"""Writes docs/battery.md and its charts from a run: `python docs/bench/battery_report.py`."""
 
 import csv
 import json
@@ -19,8 +19,9 @@ SHOWN_TEXTS = 8  # per round
 HEAD = """# The reward models of the default run, tested
 
 The stage `battery` tests a reward model before PPO optimises against it. This page shows the tests
-of the default run ([default.md](default.md)). It is written by `python bench/battery_report.py`
-after `make run`. [gates.md](gates.md) explains each metric and its threshold.
+of the default run ([default.md](default.md)). It is written by
+`python docs/bench/battery_report.py` after `make run`. [gates.md](gates.md) explains each metric
+and its threshold.
 
 ![Probes and endings, reliability, best-of-n](battery.png)
 

@@ -1,6 +1,6 @@
 """Measures TRL 1.12.0's PPOTrainer on the models and prompts of a run, and prints JSON.
 
-bench/against_trl.sh runs it in an environment of its own. Settings:
+docs/bench/against_trl.sh runs it in an environment of its own. Settings:
 
 - `fp32`: TRL's default on a CPU.
 - `lora`: the same with adapters on the policy.
@@ -10,7 +10,7 @@ bench/against_trl.sh runs it in an environment of its own. Settings:
 - `bf16-lora`: the same with float32 adapters on the policy; the critic trains all weights.
 
 Without `--every` it reports the seconds per update, and all responses have their full length. With
-`--every` it reports the curve of bench/curve.py: responses end at EOS, and settings that both
+`--every` it reports the curve of docs/bench/curve.py: responses end at EOS, and settings that both
 trainers have are those of params.yaml. Scores are in standard deviations.
 """
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Compares PPO updates of Rondo with those of TRL 1.12.0, on the same models and prompts.
 #
-# bench/against_trl.sh [ROUNDS]    seconds and memory per update with 4 epochs, after `make run`
-# bench/against_trl.sh curve       judge score on held-out prompts against seconds of training, for
+# docs/bench/against_trl.sh [ROUNDS]    seconds and memory per update with 4 epochs, after `make run`
+# docs/bench/against_trl.sh curve       judge score on held-out prompts against seconds of training, for
 #                                  TRL, Rondo and Rondo's slow path, seeds 0 to 2; takes an hour
 #
 # The script creates .rondo/trl, a virtual environment with trl==1.12.0 on the same torch. The
 # trainers alternate within a round, so that a slower machine slows all of them; on 2 cores a round
 # takes about 10 minutes. Each side runs as its users run it: Rondo with the settings of glibc and
-# oneDNN that the pipeline gives its stages, TRL without. `SETTINGS=both bench/against_trl.sh` gives
+# oneDNN that the pipeline gives its stages, TRL without. `SETTINGS=both docs/bench/against_trl.sh` gives
 # them to TRL too; `curve` always does.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 trl_python=.rondo/trl/bin/python rondo_python=.venv/bin/python
 print_settings='from flows.execution.dvc_stages import SETTINGS
 for setting in SETTINGS.items(): print(*setting, sep="=")'
@@ -28,7 +28,7 @@ results=.rondo/against_trl_${1:-5}.jsonl
 : > "$results"
 trl_settings=()
 rondo() { env "${settings[@]}" "$rondo_python" "$@"; }
-trl() { env "${trl_settings[@]}" "$trl_python" bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
+trl() { env "${trl_settings[@]}" "$trl_python" docs/bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
 # Appends the JSON on standard input to the results, with the name of its setting.
 record() {
     echo "{\"setting\": \"$1\", \"told\": $(cat)}" | tr -d '\n' >> "$results"
@@ -38,8 +38,8 @@ record() {
 if [ "${1:-}" = curve ]; then
     trl_settings=("${settings[@]}")
     for seed in 0 1 2; do
-        rondo bench/curve.py --set seed=$seed | record "adapters, seed $seed"
-        rondo bench/curve.py --set seed=$seed --set ppo.lora.top_layers=null \
+        rondo docs/bench/curve.py --set seed=$seed | record "adapters, seed $seed"
+        rondo docs/bench/curve.py --set seed=$seed --set ppo.lora.top_layers=null \
             --set ppo.critic_lora.top_layers=null --set model.attn_implementation=eager \
             | record "adapters on all layers, padded, seed $seed"
         # a learning rate of 1e-5 learns more slowly
@@ -51,8 +51,8 @@ fi
 
 [ "${SETTINGS:-}" != both ] || trl_settings=("${settings[@]}")
 for _ in $(seq "${1:-5}"); do
-    rondo bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | record adapters
-    rondo bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 \
+    rondo docs/bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | record adapters
+    rondo docs/bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 \
         --set ppo.critic_lora.r=0 | record full
     for setting in fp32 lora autocast; do trl $setting --updates 2 | record "trl $setting"; done
     trl bf16 | record "trl bf16"

@@ -1,6 +1,6 @@
 """Compares the policy of a round with that of another run, at equal KL and as they are.
 
-`python bench/compare_policies.py ROUND OTHER`, in the folder of a project with a
+`python docs/bench/compare_policies.py ROUND OTHER`, in the folder of a project with a
 finished round. OTHER is the folder of another project whose round of that name has the same
 evaluation set, e.g. a clone that ran with `--set replay.max_share=0`. Prints JSON: the win rates of
 this project's policy by the jury, with 95% intervals, and the metrics of all models; the other

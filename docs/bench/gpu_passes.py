@@ -1,8 +1,8 @@
 """Times single passes of a model of SmolLM2-135M's shape on a GPU, against the launch of a kernel.
 
-`python bench/gpu_passes.py` prints JSON: milliseconds, medians of five. A batch has 32 texts of 32
-tokens; sampling is that of 32 responses of 24 tokens, per token. If a pass takes as long as its
-launches, the GPU waits for the processor, and a larger model or batch costs no more time.
+`python docs/bench/gpu_passes.py` prints JSON: milliseconds, medians of five. A batch has 32 texts
+of 32 tokens; sampling is that of 32 responses of 24 tokens, per token. If a pass takes as long as
+its launches, the GPU waits for the processor, and a larger model or batch costs no more time.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Measures seconds, tokens and memory of PPO updates, and the least time for their matrix products.
 
-`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run` uses the
-models of round r0 and prints JSON. EOS is replaced by a token that is never sampled, so that every
-response has its full length. The first update is a warm-up and is left out.
+`python docs/bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run`
+uses the models of round r0 and prints JSON. EOS is replaced by a token that is never sampled, so
+that every response has its full length. The first update is a warm-up and is left out.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The tables about the default run in README.md and docs/default.md, from rounds/*/metrics.json.
 
-    python bench/default_run.py          # prints both
-    python bench/default_run.py --write  # replaces them in the two files
+    python docs/bench/default_run.py          # prints both
+    python docs/bench/default_run.py --write  # replaces them in the two files
 
 tests/test_readme.py compares the files with what this prints, so that they cannot go stale.
 """

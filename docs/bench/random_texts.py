@@ -1,4 +1,4 @@
-"""Texts of random tokens, for bench/memory_point.py and bench/gpu_trainers.py."""
+"""Texts of random tokens, for gpu_trainers.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What bench/gpu.py trains and samples: SFT, reward model and PPO against TRL's trainers on the
+"""What gpu.py trains and samples: SFT, reward model and PPO against TRL's trainers on the
 same batch, and vLLM against Rondo's sampler. Texts are random tokens of one length.
 """
 
@@ -38,7 +38,7 @@ from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / ".rondo/gpu/project"
 ROUND = "r0"
 PROMPT = 8  # tokens of a text that SFT does not learn
@@ -179,15 +179,15 @@ def ppo_by_trl(size: Size, params: Params) -> dict[str, Any]:
     """TRL 1.12.0's, in its own environment; its responses all have the full length."""
     python = ROOT / ".rondo/trl/bin/python"
     if not python.exists():
-        return {"skipped": "no .rondo/trl (bench/against_trl.sh makes it): trl==1.12.0 has PPO"}
+        return {"skipped": "no .rondo/trl (against_trl.sh makes it): trl==1.12.0 has PPO"}
     ppo = params.ppo
-    command = [python, ROOT / "bench/trl_ppo.py", "autocast", f"--updates={size.steps}"]
+    command = [python, ROOT / "docs/bench/trl_ppo.py", "autocast", f"--updates={size.steps}"]
     command += [f"--episodes={ppo.batch_size}", f"--epochs={ppo.num_ppo_epochs}"]
     command += [f"--response-length={ppo.response_length}"]
     done = subprocess.run(
         [*map(str, command)],
         cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/bench"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/docs/bench"},
         capture_output=True,
         text=True,
     )

@@ -1,7 +1,7 @@
 """Time to quality: the judge's score of a policy on held-out prompts against seconds of training.
 
-`python bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run` trains PPO
-alone, on the models of round r0, and prints JSON. bench/trl_ppo.py measures TRL's policies with the
+`python docs/bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run` trains PPO
+alone, on the models of round r0, and prints JSON. trl_ppo.py measures TRL's policies with the
 same `Curve`.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, help="stop after these, with the rates of the plan")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
-    # Imported here, because bench/trl_ppo.py imports this module in TRL's environment, which lacks
+    # Imported here, because trl_ppo.py imports this module in TRL's environment, which lacks
     # libraries that flows needs.
     from flows.core.config import resolve
 

@@ -1,6 +1,6 @@
 """Load test of `rondo serve-reward`: texts per second, latencies, and clients that misbehave.
 
-`python bench/reward_service.py ROUND [SECONDS, default 20]`, in the folder of a project with a
+`python docs/bench/reward_service.py ROUND [SECONDS, default 20]`, in the folder of a project with a
 finished round. Sends texts of the round's evaluation, one per request as OpenRLHF does, by more and
 more clients at once; then again while other clients send a body slowly, a body that is not JSON, or
 one that is too large. The server runs with its own defaults on the same machine.

@@ -1,5 +1,5 @@
 """TRL's SFTTrainer and RewardTrainer on the texts, adapters and settings of Rondo's stages, for
-bench/memory.py and bench/gpu.py. Imported late, since TRL takes seconds and memory.
+gpu.py. Imported late, since TRL takes seconds and memory.
 """
 
 from collections.abc import Sequence
