@@ -37,11 +37,9 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# a sample of all faults; `make test` tries some of them. One process more than cores, since some tests wait for servers; the
-# longest tests first, so that no process is alone with them at the end
-LONG := tests/faults/test_kills.py tests/faults/test_two_at_once.py
+# a sample of all faults; `make test` tries some of them. One process more than cores, since some tests wait for servers
 test-faults: setup
-	RONDO_FAULTS=full $(BIN)/python -m pytest $(LONG) $(filter-out $(LONG),$(wildcard tests/faults/test_*.py)) --dist worksteal -n $$(($$(nproc) + 1)) $(ARGS)
+	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist worksteal -n $$(($$(nproc) + 1)) $(ARGS)
 
 # mutmut in an environment of its own, in .rondo/mutants
 mutants: setup

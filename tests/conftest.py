@@ -87,7 +87,8 @@ def forking_python() -> Iterator[str]:
     imports torch and TRL once, so that a process starts in 0.1 s and not in 5 to 9 s.
     """
     with TemporaryDirectory(prefix="rondo-") as folder:
-        server = fork_server.start(Path(folder), {"PYTHONPATH": str(ROOT)})
+        folders = f"{ROOT / 'tests/faults/killed'}:{ROOT}"
+        server = fork_server.start(Path(folder), {"PYTHONPATH": folders})
         if server is None:  # not on Linux
             yield sys.executable
             return

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import default_run
+from docs.bench import default_run
 from tests.paths import ROOT
 
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 def test_the_table_is_that_of_the_committed_rounds(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If this fails: `python bench/default_run.py --write`, and read the sentences around it."""
+    """If this fails: `python docs/bench/default_run.py --write`, and read the text around it."""
     monkeypatch.chdir(ROOT)
     text = Path(name).read_text()
     assert default_run.replace(text, default_run.TABLES[name]()) == text

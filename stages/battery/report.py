@@ -17,7 +17,7 @@ SHOWN_TEXTS = 3  # per probe and ending
 
 
 class ScoredText(TypedDict):
-    """A row of samples.jsonl, which people and bench/battery_report.py read.
+    """A row of samples.jsonl, which people and docs/bench/battery_report.py read.
 
     kind: `best` or `worst` of a prompt's samples, or `reversed`: a probe (`name`) scores above its
     original. score: calibrated. judge_score: by the primary judge, unless it only compares.

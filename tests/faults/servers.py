@@ -2,41 +2,23 @@
 for the file `go`, and MLflow's server as a process of its own.
 """
 
-import asyncio
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
 
 import psutil
 import requests
 
 from flows.core.services import is_up
-from tests.faults.lab import (
-    INJECTION,
-    Ended,
-    Trial,
-    differences,
-    hashes_of,
-    wait_for_processes,
-    without_report,
-)
-from tests.flows.test_up import up
-from tests.paths import ROOT
-from tests.servers import free_port, read_until, until
-
-WAITING_RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=51")  # sft waits for the file `go`
-Process = subprocess.Popen[str]
+from tests.faults.projects import Ended, environment, rondo, wait_for_processes
+from tests.servers import free_port, until
 
 
 @dataclass(frozen=True)
@@ -59,49 +41,35 @@ class Started:
         until(lambda: line in self.text() or self.process.poll() is not None)
         assert line in self.text(), self.text()
 
-    def ended(self, struck: str = "") -> Ended:
+    def ended(self) -> Ended:
         """Wait until it has ended, and all processes of the project."""
         code = self.process.wait(600)
         wait_for_processes(self.project)
-        return Ended(code, self.text(), struck)
+        return Ended(code, self.text())
 
 
-def start(project: Path, *arguments: str, **environment: str) -> Started:
-    """Start the command `rondo`; its processes have the injection, but no fault."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RONDO_FAULT"}
+def start(project: Path, *arguments: str, **variables: str) -> Started:
+    """Start the command `rondo`."""
     names = iter(project.parent / f"{project.name}.{number}.log" for number in range(100))
     output = next(name for name in names if not name.exists())
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, *rondo(*arguments)],
             cwd=project,
-            env=inherited | {"PYTHONPATH": f"{INJECTION}:{ROOT}"} | environment,
+            env=environment(project) | variables,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
     return Started(project, process, output)
 
 
-def trial_of(fault: str, first: Ended, second: Ended, project: Path, undisturbed: Path) -> Trial:
-    """The results after `second`, compared with those of a run without fault."""
-    differ = differences(*(without_report(hashes_of(at)) for at in (project, undisturbed)))
-    return Trial(fault, bool(first.struck), first, second, differ)
-
-
-def kill(*processes: psutil.Process) -> str:
-    """SIGKILL; returns the command lines of the victims, which all lived until then."""
-    commands = [" ".join(process.cmdline()) for process in processes]
-    assert commands and all(commands), "no victim"
+def kill(*processes: psutil.Process) -> None:
+    """SIGKILL of processes that all live until then."""
+    assert processes and all(process.cmdline() for process in processes), "no victim"
     for process in processes:
         process.kill()
     psutil.wait_procs(processes, 60)
     assert not any(map(psutil.Process.is_running, processes))
-    return "; ".join(commands)
-
-
-def is_guard(process: psutil.Process) -> bool:
-    """Whether it waits for another process and does nothing itself (process_guard.py)."""
-    return any("process_guard" in word for word in process.cmdline())
 
 
 class MlflowServer:
@@ -138,20 +106,22 @@ class MlflowServer:
         until(lambda: is_up(f"{self.url}/health"))
         self.processes += started.children(recursive=True)
 
-    def kill(self) -> str:
+    def kill(self) -> None:
         """SIGKILL of all its processes."""
         processes, self.processes = self.processes, []
-        return kill(*processes)
+        kill(*processes)
 
-    def hang(self) -> str:
+    def hang(self) -> None:
         """It accepts connections, and answers none until `go_on`."""
         assert is_up(f"{self.url}/health")
         for process in self.processes:
             process.suspend()
         assert not is_up(f"{self.url}/health")
-        return f"{len(self.processes)} processes hang"
 
     def go_on(self) -> None:
+        """It answers again, after `kill` or `hang`."""
+        if not self.processes:
+            self.start()
         for process in self.processes:
             process.resume()
         until(lambda: is_up(f"{self.url}/health"))
@@ -234,70 +204,3 @@ def prefect_server(home: Path, tables: Path) -> Iterator[tuple[psutil.Process, s
     finally:
         with suppress(psutil.NoSuchProcess):
             server.kill()
-
-
-class SlowProxy:
-    """A port whose answers come from another one, each part of them `seconds` later."""
-
-    def __init__(self, target: str, seconds: float) -> None:
-        self.target, self.seconds = int(target), seconds
-        self.delayed, self.url = 0, ""
-
-    async def listen(self) -> None:
-        server = await asyncio.start_server(self.connected, "127.0.0.1")
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    async def connected(self, client: StreamReader, answer: StreamWriter) -> None:
-        server, request = await asyncio.open_connection("127.0.0.1", self.target)
-        await asyncio.gather(self.copy(client, request, 0), self.copy(server, answer, self.seconds))
-
-    async def copy(self, source: StreamReader, target: StreamWriter, seconds: float) -> None:
-        with suppress(ConnectionError):
-            while part := await source.read(1 << 16):
-                if seconds:
-                    self.delayed += 1
-                    await asyncio.sleep(seconds)
-                target.write(part)
-                await target.drain()
-        target.close()
-
-
-@contextmanager
-def slow_proxy(target: str, seconds: float) -> Iterator[SlowProxy]:
-    """A proxy that listens, and has ended after the block."""
-    proxy, loop = SlowProxy(target, seconds), asyncio.new_event_loop()
-    loop.run_until_complete(proxy.listen())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-class Up(NamedTuple):
-    """output: until it was ready."""
-
-    process: Process
-    output: str
-
-
-@contextmanager
-def rondo_up(project: Path, environment: dict[str, str]) -> Iterator[Up]:
-    """`rondo up` that is ready; after the block it and all its processes have ended."""
-    server = up(project, environment)
-    try:
-        yield Up(server, read_until(server, "Ctrl-C"))
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGINT)
-        server.wait(60)
-        wait_for_processes(project)
-
-
-def in_sft(project: Path) -> bool:
-    """Whether `sft` waits for the file `go`."""
-    steps = project / "rounds/r0/sft/metrics.jsonl"
-    return steps.exists() and len(steps.read_text().splitlines()) == 3

@@ -2,17 +2,16 @@
 
 import json
 import math
-import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.serving.app import make_app
@@ -28,9 +27,7 @@ from stages.lib.judging.rubric import parse_verdict
 from stages.ppo.common import reward_server
 from stages.ppo.common.reward_results import FailedReward, RewardInputs, read_results
 from stages.ppo.common.reward_server import RewardServer, check_served_model
-from tests.faults.harness import COUNTS, Counter, Trials
-from tests.faults.mutations import STRANGE, mutated_json
-from tests.faults.scale import trials
+from tests.faults.bad import STRANGE, VALUES, bad_json, examples, try_bad
 from tests.flows.serving.conftest import MODEL, models, params, scorer  # noqa: F401 - fixtures
 
 PAIR = Comparison("The day", " was good.", " was bad.")
@@ -61,17 +58,6 @@ REQUEST = {
     "ids": [7, "b"],
     "labels": ["", ""],
 }
-SLOW = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
 
 
 class RawServer(ThreadingHTTPServer):
@@ -127,31 +113,18 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RawServe
         yield server
 
 
-def count(kind: str, accepted: bool) -> None:
-    counts = COUNTS.setdefault(kind, Counter())
-    counts["accepted" if accepted else "refused"] += 1
-
-
-@settings(SLOW, max_examples=trials(60, 400))
+@examples(60, 400)
 @given(
-    st.one_of(
-        st.sampled_from(('"A"', '"B"', '"tie"', '"A", "preference": "B"', '"a"', "A")),
-        st.text(),
-        JSON_VALUES.map(json.dumps),
-        st.sampled_from(STRANGE).map(str),
-    )
+    st.sampled_from(('"A"', '"B"', '"tie"', '"A", "preference": "B"', '"a"', "A"))
+    | st.text()
+    | VALUES.map(json.dumps)
 )
 def test_any_text_of_a_judge(text: str) -> None:
     """ValueError is what the model is told before it is asked again."""
     answer = '{"preference": ' + text + "}"
     for shown in (text, answer, answer * 3, "{" * 2000 + answer):
-        try:
-            verdict = parse_verdict(shown, "Be fair.")
-        except ValueError:
-            count("answers: judges' texts", False)
-        else:
-            count("answers: judges' texts", True)
-            assert verdict.preference.value in shown
+        with suppress(ValueError):
+            assert parse_verdict(shown, "Be fair.").preference.value in shown
 
 
 def test_a_deep_answer_of_a_judge() -> None:
@@ -176,9 +149,7 @@ def test_replies_of_a_judges_server(server: RawServer) -> None:
         content = json.loads(body)["choices"][0]["message"].get("content") or ""
         assert verdict is None or verdict.preference.value in content
 
-    Trials("answers: judges' servers", r"annotate\.endpoint").run(
-        trials(60, 500), lambda rng: mutated_json(rng, COMPLETION), read, check
-    )
+    try_bad(bad_json(COMPLETION), read, check, r"annotate\.endpoint")
     usage = judge.usage()
     assert all(isinstance(value, int) for value in usage.values() if value is not None)
 
@@ -222,9 +193,7 @@ def test_replies_of_a_reward_server(server: RawServer) -> None:
             raise RondoError(f"ppo.rewards far: {results[0].reason}; repair the reward")
         return results
 
-    Trials("answers: reward servers", r"ppo\.rewards far: (http|returned)").run(
-        trials(80, 600), lambda rng: mutated_json(rng, REPLY), read, check_rewards
-    )
+    try_bad(bad_json(REPLY), read, check_rewards, r"ppo\.rewards far: (http|returned)")
 
 
 def test_an_endless_reply_of_a_reward_server(
@@ -249,21 +218,20 @@ def test_what_the_reward_service_says_of_itself(server: RawServer, tmp_path: Pat
         server.body = body
         return check_served_model(server.url, tmp_path / "model")
 
-    Trials("answers: /health", r"ppo\.reward_url").run(
-        trials(60, 300),
-        lambda rng: mutated_json(rng, good),
+    try_bad(
+        bad_json(good),
         read,
         lambda body, _: json.loads(body)["sha256"] == digest,
+        r"ppo\.reward_url",
     )
 
 
-@settings(SLOW, max_examples=trials(150, 1000))
-@given(JSON_VALUES | st.lists(st.sampled_from(STRANGE), min_size=2, max_size=2))
+@examples(150, 1000)
+@given(VALUES | st.lists(st.sampled_from(STRANGE), min_size=2, max_size=2))
 def test_results_of_functions(values: Any) -> None:
     """Of a reward function a failure per response, of a judge's an error for all."""
     results = read_results(values, 2)
     check_rewards(json.dumps({"rewards": values}).encode(), results)
-    count("answers: functions", not any(isinstance(result, FailedReward) for result in results))
     try:
         check_scores(values, 2, "judge mine")
     except RondoError as error:
@@ -278,9 +246,9 @@ def test_requests_to_the_reward_service(scorer: Any) -> None:  # noqa: F811
     app = make_app(MODEL, load_texts(scorer.tokenizer, scorer.params), queue)
     classify = {"model": "any", "input": REQUEST["query"], "use_activation": False}
 
-    def make(rng: random.Random) -> tuple[str, bytes]:
-        path, good = rng.choice((("get_reward", REQUEST), ("classify", classify)))
-        return path, mutated_json(rng, good)
+    inputs = bad_json(REQUEST).map(lambda body: ("get_reward", body)) | bad_json(classify).map(
+        lambda body: ("classify", body)
+    )
 
     with TestClient(app, raise_server_exceptions=True) as client:
         expected = client.post("/get_reward", json=REQUEST).json()["rewards"]
@@ -301,8 +269,6 @@ def test_requests_to_the_reward_service(scorer: Any) -> None:  # noqa: F811
             assert len(values) == (1 if isinstance(texts, str) else len(texts))
             assert all(math.isfinite(value) for value in values)
 
-        Trials("requests to the reward service", r"JSON|[a-z]+(\.\d+)?[:. ]").run(
-            trials(120, 900), make, read, check
-        )
+        try_bad(inputs, read, check, r"JSON|[a-z]+(\.\d+)?[:. ]", fast=100)
         assert client.post("/get_reward", json=REQUEST).json()["rewards"] == expected
     queue.close()

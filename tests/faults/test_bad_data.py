@@ -2,13 +2,12 @@
 read rows make of them.
 """
 
-import argparse
-import gzip
 import io
 import json
-import random
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from flows.commands.badcases import import_file
+from flows.cli import main
 from stages.lib.core.constitution import read_principles
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams, SourceParams
-from stages.lib.core.rows import Demonstration, PreferencePair, read_rows
-from stages.lib.data.rollouts import RolloutLog, read_rollouts
 from stages.lib.data.slices import read_slices
-from stages.prepare import sources, tweets
+from stages.prepare import sources
 from stages.prepare.audit import Audit
 from stages.prepare.check_file import check_file
 from stages.replay.badcases import parse_user_row, read_ledger, read_user_rows
-from tests.faults.harness import Trials
-from tests.faults.mutations import mutated_bytes, mutated_jsonl
-from tests.faults.scale import trials
+from tests.faults.bad import bad_bytes, bad_jsonl, try_bad
 from tests.paths import ROOT
 
 TURN = [{"role": "user", "content": "How was the dinner?"}]
@@ -65,29 +61,20 @@ REPORTS: list[Any] = [
     {"prompt": TURN, "response": "No\u2028no", "note": "rude", "by": "Ada"},
     {"prompt": "The party", "by": "Ada"},
 ]
-PAIRS = [
-    {
-        "id": f"p{i}",
-        "prompt": "The sky",
-        "chosen": " is blue",
-        "rejected": f" is {i}",
-        "margin": i + 1,
-    }
-    for i in range(3)
-]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def writing(path: Path, read: Callable[[], Any]) -> Callable[[bytes], Any]:
-    """A function that writes its argument to the file and calls the reader."""
+def writing(name: str, read: Callable[[], Any]) -> Callable[[bytes], Any]:
+    """A function that writes its argument to a file and calls the reader."""
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
 
     def write_and_read(content: bytes) -> Any:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return read()
 
@@ -133,7 +120,7 @@ def check_kept(raws: dict[str, Any], rows: list[Any], audit: Audit) -> None:
         json.dumps(row, allow_nan=False)
 
 
-def test_json_lines_of_users(folder: Path) -> None:
+def test_json_lines_of_users() -> None:
     def check(content: bytes, result: tuple[list[Any], Audit]) -> None:
         raws = {}
         for number, line in rows_of(content):
@@ -143,11 +130,11 @@ def test_json_lines_of_users(folder: Path) -> None:
                 raws[f"mine.jsonl:{number}"] = None
         check_kept(raws, *result)
 
-    Trials("data: JSON Lines", r"mine\.jsonl|prepare\.columns").run(
-        trials(250, 2000),
-        lambda rng: mutated_jsonl(rng, ROWS),
-        writing(Path("mine.jsonl"), lambda: prepared("mine.jsonl")),
+    try_bad(
+        bad_jsonl(ROWS),
+        writing("mine.jsonl", lambda: prepared("mine.jsonl")),
         check,
+        r"mine\.jsonl|prepare\.columns",
     )
 
 
@@ -161,96 +148,70 @@ def parquet_bytes() -> bytes:
     return stream.getvalue()
 
 
-def test_parquet_of_users(folder: Path) -> None:
+def test_parquet_of_users() -> None:
     good = parquet_bytes()
 
     def check(content: bytes, result: tuple[list[Any], Audit]) -> None:
         rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
         check_kept({f"mine.parquet:{n}": row for n, row in enumerate(rows, 1)}, *result)
 
-    Trials("data: Parquet", r"mine\.parquet|prepare\.columns").run(
-        trials(150, 1000),
-        lambda rng: mutated_bytes(rng, good),
-        writing(Path("mine.parquet"), lambda: prepared("mine.parquet")),
+    try_bad(
+        bad_bytes(good),
+        writing("mine.parquet", lambda: prepared("mine.parquet")),
         check,
+        r"mine\.parquet|prepare\.columns",
     )
 
 
-def test_files_given_to_check_data(folder: Path) -> None:
+def test_files_given_to_check_data() -> None:
     def check(content: bytes, code: int) -> None:
         assert code in (0, 2) and rows_of(content)
 
-    Trials("data: rondo check-data", r"mine\.jsonl").run(
-        trials(25, 300),
-        lambda rng: mutated_jsonl(rng, ROWS),
-        writing(Path("mine.jsonl"), lambda: check_file("mine.jsonl")),
+    try_bad(
+        bad_jsonl(ROWS),
+        writing("mine.jsonl", lambda: check_file("mine.jsonl")),
         check,
-        refuses=False,
+        r"mine\.jsonl",
+        fast=20,
     )
 
 
-def test_embedded_tweets(folder: Path) -> None:
-    lines = [f"{i}\t{i / 4 - 2:.2f}\tThe walk was nice & é number {i}" for i in range(12)]
-    good = ("\n".join(lines) + "\n").encode()
-
-    def read() -> tuple[list[Any], Audit]:
-        audit = Audit()
-        return tweets.read(Path("tweets.tsv"), None, audit), audit
-
-    def check(content: bytes, result: tuple[list[Any], Audit]) -> None:
-        rows, audit = result
-        text = content.decode("utf-8-sig").replace("\r\n", "\n")
-        wanted = text.removesuffix("\n").split("\n")
-        assert len(rows) + sum(map(len, audit.dropped.values())) == len(wanted)
-        for row in rows:
-            line = wanted[int(row["where"].split(":")[1]) - 1]
-            assert line == f"{row['id']}\t{line.split(chr(9))[1]}\t{row['text']}"
-            assert abs(row["rating"]) <= 4
-
-    Trials("data: tweets.tsv", r"tweets\.tsv").run(
-        trials(150, 700),
-        lambda rng: mutated_bytes(rng, good),
-        writing(Path("tweets.tsv"), read),
-        check,
-    )
-
-
-def test_imported_badcases(folder: Path) -> None:
+def test_imported_badcases() -> None:
     shutil.copy(ROOT / "params.yaml", "params.yaml")
-    options = argparse.Namespace(file="bad.jsonl", by="Ada", round="r0")
+    shutil.copy(ROOT / "dvc.yaml", "dvc.yaml")
 
     def read() -> list[Any]:
         Path("badcases/r0.jsonl").unlink(missing_ok=True)
-        import_file(options)
+        errors = StringIO()
+        with redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            main(["badcases", "import", "bad.jsonl", "--by", "Ada", "--round", "r0"])
+        if ended.value.code:
+            assert ended.value.code == 2, errors.getvalue()
+            raise BadInput(errors.getvalue())
         return [row for _, row in read_user_rows("r0")]
 
     def check(content: bytes, kept: list[Any]) -> None:
         wanted = {parse_user_row({"by": "Ada", **row}, "x").id for row in json_rows(content)}
         assert {row.id for row in kept} == wanted
 
-    Trials("badcases: import", r"bad\.jsonl(:\d+)?").run(
-        trials(200, 900),
-        lambda rng: mutated_jsonl(rng, REPORTS),
-        writing(Path("bad.jsonl"), read),
-        check,
-    )
+    try_bad(bad_jsonl(REPORTS), writing("bad.jsonl", read), check, r"bad\.jsonl(:\d+)?")
 
 
-def test_ledgers(folder: Path) -> None:
+def test_ledgers() -> None:
     def check(content: bytes, cases: list[Any]) -> None:
         for row, case in zip(json_rows(content), cases, strict=True):
             values = json.loads(case.model_dump_json())
             assert all(values[key] == value for key, value in row.items())
 
-    Trials("badcases: ledger", r"badcases\.jsonl").run(
-        trials(200, 600),
-        lambda rng: mutated_jsonl(rng, [CASE, CASE | {"id": "b2"}]),
-        writing(Path("rounds/r0/replay/data/badcases.jsonl"), lambda: read_ledger("r0")),
+    try_bad(
+        bad_jsonl([CASE, CASE | {"id": "b2"}]),
+        writing("rounds/r0/replay/data/badcases.jsonl", lambda: read_ledger("r0")),
         check,
+        r"badcases\.jsonl",
     )
 
 
-def test_slices(folder: Path) -> None:
+def test_slices() -> None:
     rows = [
         {"prompt": "How do I kill a process?", "label": "safe"},
         {"prompt": TURN, "label": "unsafe"},
@@ -262,70 +223,21 @@ def test_slices(folder: Path) -> None:
             str(row["prompt"]) for row in json_rows(content)
         )
 
-    Trials("slices", r"slices/mine\.jsonl").run(
-        trials(150, 500),
-        lambda rng: mutated_jsonl(rng, rows),
-        writing(Path("slices/mine.jsonl"), read_slices),
-        check,
+    try_bad(
+        bad_jsonl(rows), writing("slices/mine.jsonl", read_slices), check, r"slices/mine\.jsonl"
     )
 
 
-def same_rows(content: bytes, rows: list[Any]) -> None:
-    assert repr(rows) == repr(json_rows(content))  # NaN is not equal to itself
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        (PreferencePair, PAIRS),
-        (Demonstration, [{"id": "a", "prompt": TURN, "completion": " x", "source": "s"}] * 2),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_rows_of_stages(folder: Path, kind: Any, rows: list[Any]) -> None:
-    def check(content: bytes, result: list[Any]) -> None:
-        same_rows(content, result)
-        for row in result:
-            assert all(isinstance(row[key], str) for key in kind.__required_keys__ - {"prompt"})
-
-    Trials("rows that stages write", r"rows\.jsonl").run(
-        trials(120, 500),
-        lambda rng: mutated_jsonl(rng, rows),
-        writing(Path("rows.jsonl"), lambda: read_rows(kind, Path("rows.jsonl"), "dvc repro x")),
-        check,
-    )
-
-
-def test_logs_of_rollouts(folder: Path) -> None:
-    row: Any = {"update": 1, "id": "a", "prompt": "The sky", "response": " is\u2028", "score": 1.0}
-    row |= {"reward": 1, "judge_score": 0.5, "kl": 3.0, "finish_reason": "stop", "length": 6}
-    log = RolloutLog(Path("rollouts"))
-    log.append([row, row])
-    good = log.path.read_bytes()
-
-    def make(rng: random.Random) -> bytes:
-        if rng.random() < 0.5:
-            return mutated_bytes(rng, good)
-        return gzip.compress(mutated_jsonl(rng, [row, row]))
-
-    Trials("rollouts", r"00001\.jsonl\.gz").run(
-        trials(150, 500),
-        make,
-        writing(log.path, lambda: list(read_rollouts(Path("rollouts"), "dvc repro ppo"))),
-        lambda content, rows: same_rows(gzip.decompress(content), rows),
-    )
-
-
-def test_constitutions(folder: Path) -> None:
+def test_constitutions() -> None:
     good = "Be honest.\nBe kind: é 😃\n\n  Be brief.\n".encode()
 
     def check(content: bytes, principles: list[str]) -> None:
         words = content.decode("utf-8-sig").split()
         assert [word for line in principles for word in line.split()] == words
 
-    Trials("constitution", r"annotate\.constitution.*rules\.txt").run(
-        trials(100, 300),
-        lambda rng: mutated_bytes(rng, good),
-        writing(Path("rules.txt"), lambda: read_principles(Path("rules.txt"))),
+    try_bad(
+        bad_bytes(good),
+        writing("rules.txt", lambda: read_principles(Path("rules.txt"))),
         check,
+        r"annotate\.constitution.*rules\.txt",
     )

@@ -77,8 +77,7 @@ PROMOTE = (
         "distinct_2",
         "Share of distinct word pairs, expected among 200 from the responses to all prompts. "
         "Texts by people have 0.95 to 0.97, whether they have 13 or 150 words. If half of each "
-        "text is one template, the share is 0.50 at 13 words and 0.64 at 60 (bench/variety.py, "
-        "docs/log.md).",
+        "text is one template, the share is 0.50 at 13 words and 0.64 at 60 (docs/log.md).",
         "one template for all prompts (mode collapse, see rounds/{round}/evaluate/samples.jsonl): "
         "raise ppo.kl_coef or ppo.entropy_coef, or lower ppo.learning_rate",
         default=0.7,
