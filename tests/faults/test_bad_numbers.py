@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from stages.gate.thresholds.form import GATE_STAGES
 
-from stages.gate.thresholds import THRESHOLDS
+from stages.gate.thresholds import GATE_STAGES
 from stages.gate.verdict import evaluate_gate
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
@@ -21,6 +20,7 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
+from stages.lib.thresholds import THRESHOLDS
 from stages.ppo.trainer.roles import Roles, load_roles
 from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.conftest import (  # noqa: F401 - fixtures
