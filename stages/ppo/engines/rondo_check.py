@@ -29,10 +29,10 @@ class Captured(Exception):
 
 def package(name: str) -> Path:
     """The folder of an installed package, which is not imported."""
-    found = PathFinder.find_spec(name)
-    if found is None or not found.submodule_search_locations:
+    spec = PathFinder.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
         raise Refused(f"{sys.executable} on the Ray cluster has no package {name}")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
 
 
 def openrlhf(options: list[str]) -> Any:
