@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from stages.assets.inputs import main as inputs
-from stages.lib.core.files import write_jsonl
+from stages.lib.core.files import read_json, write_json, write_jsonl
 from stages.lib.data.prompts import encode
 from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.packing import padding_free
+from stages.lib.lm.saving import saved_weights_hash
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives import grpo, rloo
@@ -220,3 +221,5 @@ def write_random_model(folder: Path) -> None:
     config.initializer_range, config.tie_word_embeddings = 0.3, False
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
+    manifest = folder.parent / "manifest.json"
+    write_json(manifest, read_json(manifest, "") | {"weights": saved_weights_hash(folder)})
