@@ -172,7 +172,8 @@ def test_disagreement_of_an_ensemble(make_round):
     main(params, "r0")
     single = read_metrics("r0")
     shutil.copytree(model, second := Path("second"))
-    for folder, changes in ((model, {"ensemble_reduce": "mean"}), (second, {"mean": 2.5})):
+    joined = {"ensemble_reduce": "mean", "ensemble_mean": 0.0, "ensemble_std": 1.0}
+    for folder, changes in ((model, joined), (second, {"mean": 2.5})):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
     shutil.copytree(second, model / "members/1")

@@ -60,7 +60,7 @@ def test_json_that_is_read() -> None:
         ("a: 1\n---\nb: 2", "line 2: but found another document"),
         (
             "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-            + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)),
+            + "".join(f"a{i}: &a{i} [[{', '.join([f'*a{i - 1}'] * 10)}]]\n" for i in range(1, 9)),
             "too large with its aliases written out",
         ),
     ],

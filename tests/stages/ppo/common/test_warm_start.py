@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from stages.assets.inputs import main as inputs
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import file_hash, write_json
+from stages.lib.core.files import file_hash, read_json, write_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.data import rounds
 from stages.lib.lm.loading import load_causal_lm, load_policy
+from stages.lib.lm.saving import saved_weights_hash
 from stages.ppo.__main__ import main
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -57,6 +58,9 @@ def two_rounds(make_round):
         weights = load_file(path)
         weights["model.norm.weight"] *= 1.1
         save_file(weights, path, {"format": "pt"})
+        manifest = path.parents[1] / "manifest.json"
+        of_sft = {"weights": saved_weights_hash(path.parent)}
+        write_json(manifest, read_json(manifest, "") | of_sft)
         write_start()
         return params
 

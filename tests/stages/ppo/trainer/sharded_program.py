@@ -38,6 +38,7 @@ def reward_model(seed: int) -> Any:
     torch.manual_seed(seed)
     model = LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1)).eval()
     model.config.mean, model.config.std, model.config.ensemble_reduce = 0.0, 1.0, "mean"
+    model.config.ensemble_mean, model.config.ensemble_std = 0.0, 1.0
     return model
 
 

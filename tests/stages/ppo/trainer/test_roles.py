@@ -21,6 +21,7 @@ def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, va
     roles = make_roles(lora=LoraParams(r=4), value_head=value_head, related=related)
     reward_model = roles.reward_model or roles.critic.get_base_model()
     reward_model.config.ensemble_reduce = "mean"
+    reward_model.config.ensemble_mean, reward_model.config.ensemble_std = 0.0, 1.0
     first_scores = member_scores(reward_model, WHOLE).tolist()
     second = tiny_reward_model(5)
     attach_ensemble(reward_model, [second])
