@@ -50,7 +50,7 @@ def test_two_runs_and_other_commands_in_one_folder(states: States, tmp_path: Pat
 def add_rows(number: int, ready: Barrier) -> None:
     """Add rows one by one, at the same time as others do."""
     for row in range(20):
-        ready.wait(60)
+        ready.wait(300)
         text = f"{number}-{row}"
         try:
             badcases.keep([("the prompt", Report(prompt=text, response=text, by="Ada"))], "r0")
@@ -68,6 +68,6 @@ def test_no_report_is_lost_if_several_are_added_at_once(tmp_path: Path) -> None:
         for person in people:
             person.start()
         for person in people:
-            person.join(120)
+            person.join(600)
         assert [person.exitcode for person in people] == [0] * 4
         assert len(list(read_user_rows("r0"))) == 80
