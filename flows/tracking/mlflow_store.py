@@ -175,15 +175,15 @@ class MlflowStore:
 
     def runs_of(self, run: str) -> dict[str, Run]:
         """The MLflow runs of a pipeline run by address; its own has the empty one."""
-        found: list[Run] = []
+        matches: list[Run] = []
         token = None
         while token != "":
             page = self.client.search_runs(
                 [self.experiment], f"tags.`{RUN}` = '{run}'", page_token=token
             )
-            found += page
+            matches += page
             token = page.token or ""
-        runs = {one.data.tags[ADDRESS].removeprefix(PIPELINE): one for one in found}
+        runs = {one.data.tags[ADDRESS].removeprefix(PIPELINE): one for one in matches}
         self.runs |= {(run, address): one.info.run_id for address, one in runs.items()}
         return runs
 
@@ -294,10 +294,10 @@ class MlflowStore:
         query = [f"name = '{name}'", *conditions]
         query += [f"tags.`{tag}` = '{value}'" for tag, value in tags.items()]
         newest_first = [{"field_name": "creation_timestamp", "ascending": False}]
-        found = self.client.search_logged_models(
+        models = self.client.search_logged_models(
             [self.experiment], " AND ".join(query), order_by=newest_first
         )
-        return next((model for model in found if has_files(model) or not with_files), None)
+        return next((model for model in models if has_files(model) or not with_files), None)
 
     def _create_model(self, owner: str, record: Record, checkpoint: Checkpoint) -> LoggedModel:
         """A LoggedModel: PENDING if its files follow, else one whose files MLflow does not have."""
@@ -333,7 +333,7 @@ class MlflowStore:
 
     def pending_models(self, run: str) -> list[LoggedModel]:
         """The LoggedModels of a pipeline run whose files are not all there, oldest first."""
-        found: list[LoggedModel] = []
+        pending: list[LoggedModel] = []
         token: str | None = None
         while token != "":
             page = self.client.search_logged_models(
@@ -342,9 +342,9 @@ class MlflowStore:
                 order_by=[{"field_name": "creation_timestamp"}],
                 page_token=token,
             )
-            found += [model for model in page if model.status == LoggedModelStatus.PENDING]
+            pending += [model for model in page if model.status == LoggedModelStatus.PENDING]
             token = page.token or ""
-        return found
+        return pending
 
     def sft_model(self, name: str, digest: str) -> str:
         """The id of a LoggedModel with the files of an SFT model.

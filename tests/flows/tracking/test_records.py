@@ -179,10 +179,10 @@ def test_what_a_dead_server_missed_is_sent_later_unchanged(
 
 def contents(database: str, run: str) -> dict[str, object]:
     """All that MLflow has of a pipeline run, without MLflow's own ids and times."""
-    client, found = MlflowClient(database), dict[str, object]()
+    client, content = MlflowClient(database), dict[str, object]()
     for address, part in runs(database, run).items():
         run_id, info = part.info.run_id, part.info
-        found[address] = [
+        content[address] = [
             (info.run_name, info.status, info.start_time, info.end_time, part.data.params),
             own_tags(part.data.tags),
             {key: curve(client, run_id, key) for key in part.data.metrics},
@@ -193,8 +193,8 @@ def contents(database: str, run: str) -> dict[str, object]:
         ]
     for model in client.search_logged_models(["1"], f"tags.`rondo.run` = '{run}'"):
         metrics = sorted((metric.key, metric.value) for metric in model.metrics or [])
-        found[model.name] = [model.status, model.params, own_tags(model.tags), metrics]
-    return found
+        content[model.name] = [model.status, model.params, own_tags(model.tags), metrics]
+    return content
 
 
 def own_tags(tags: dict[str, str]) -> dict[str, str]:

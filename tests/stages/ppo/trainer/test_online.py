@@ -197,3 +197,5 @@ def write_random_model(folder: Path) -> None:
     config.initializer_range, config.tie_word_embeddings = 0.3, False
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
+    manifest = folder.parent / "manifest.json"
+    write_json(manifest, read_json(manifest, "") | {"weights": saved_weights_hash(folder)})
