@@ -17,10 +17,10 @@ from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from stages.assets.inputs import main as inputs
-from stages.lib.core.files import read_jsonl, write_jsonl
+from stages.lib.core.files import read_json, read_jsonl, write_json, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.lm.saving import trainable_named
+from stages.lib.lm.saving import saved_weights_hash, trainable_named
 from stages.ppo.__main__ import main
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.trainer.advantages import ONLINE
