@@ -1,17 +1,17 @@
-"""The command `rondo`."""
+"""The command `rondo`: each command is a function, whose signature and docstring are its help."""
 
-import argparse
 import io
 import os
 import signal
 import sys
 from contextlib import chdir
-from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Parameter
 
 from flows.core import interrupts
-from flows.core.services import HOME, prepare_environment
+from flows.core.services import HOME, HOST, prepare_environment
 from stages.lib.core.errors import BadInput, RondoError, print_failure
 
 EXIT_CODES = (
@@ -19,7 +19,26 @@ EXIT_CODES = (
     "5 disk full or failing, 6 out of memory, 1 other errors, 128 + a signal's number after it "
     "(Ctrl-C: 130)."
 )
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+NEEDS_NO_PROJECT = ("check-data", "--help", "-h")
+
+app = App(
+    name="rondo",
+    help="RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay.",
+    help_epilogue=EXIT_CODES,
+    help_format="markdown",
+    version_flags=[],
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+)
+app.command(
+    "flows.commands.badcases:app",
+    name="badcases",
+    help="List failed responses and their states; add yours.",
+)
+
+Settings = Annotated[list[str] | None, Parameter(name="--set")]
+Flag = Annotated[bool, Parameter(show_default=False)]
+Reason = Annotated[str, Parameter(show_default=False)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,246 +59,187 @@ def main(arguments: list[str] | None = None) -> None:
 
 def exit_code(arguments: list[str] | None) -> int:
     """Run the command line and return its exit code; errors of Rondo are printed in one line."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     prepare_environment()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is visible through a pipe too
     try:
-        if options.command != "check-data" and not Path("dvc.yaml").exists():
+        if words and not {*NEEDS_NO_PROJECT} & {*words} and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        return COMMANDS[options.command](options)
+        return app(words, exit_on_error=False, print_error=False) or 0
+    except CycloptsError as error:
+        command = " ".join(["rondo", *(error.command_chain or ())])
+        reason = str(error).rstrip(".")
+        return print_failure(BadInput(f"{reason}; next: `{command} --help`"), "rondo")
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return RondoError.exit_code
     except Exception as error:
         return print_failure(error, "rondo")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    from flows.commands import plan, worker
-    from flows.commands import serve_reward as service
-    from flows.commands.badcases import add_commands as add_badcases
+@app.command
+def run(
+    *,
+    preset: str | None = None,
+    rounds: int | None = None,
+    rerun: list[str] | None = None,
+    interrupted: Annotated[str | None, Parameter(name="--continue")] = None,
+    settings: Settings = None,
+    dry_run: Flag = False,
+    isolated: Flag = False,
+) -> int:
+    """Run all stages that are not up to date.
 
-    about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
-    top = argparse.ArgumentParser(prog="rondo", description=about, epilog=EXIT_CODES)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_run_commands(commands)
-    service.add_arguments(add_command(commands, "serve-reward", service.ABOUT))
-    plan.add_arguments(add_command(commands, "plan", plan.ABOUT))
-    worker.add_arguments(add_command(commands, "worker", worker.ABOUT))
-    add_approve(commands)
-    add_badcases(commands)
-    add_promote(commands)
-    add_comparison_commands(commands)
-    check = add_command(
-        commands,
-        "check-data",
-        "validate a file of preference pairs or demonstrations, and list its invalid rows",
-    )
-    check.add_argument("file", metavar="FILE", help="a .jsonl or .parquet file")
-    return top
-
-
-def add_command(commands: Subparsers, name: str, about: str) -> argparse.ArgumentParser:
-    """Add a command; `about` is its line in `rondo --help` and the start of its own help."""
-    description = f"{about[0].upper()}{about[1:]}."
-    return commands.add_parser(name, help=about, description=description)
-
-
-def add_run_commands(commands: Subparsers) -> None:
-    """`run` and `next-round`, and the commands that show or serve runs."""
-    start = add_command(commands, "run", "run all stages that are not up to date")
-    start.add_argument(
-        "--preset",
-        default="keep",
-        metavar="NAME",
-        help="overlay presets/NAME.yaml on the defaults; `default`: the defaults alone; "
-        "without --preset params.yaml stays as it is",
-    )
-    start.add_argument("--rounds", type=int, metavar="N", help="number of rounds")
-    start.add_argument(
-        "--rerun",
-        action="append",
-        default=[],
-        metavar="ROUND",
-        help="run an ended round again, and all later ones, with the current settings; may be "
-        "repeated; `all`: every round",
-    )
-    start.add_argument(
-        "--continue",
-        dest="interrupted",
-        metavar="RUN",
-        help="go on with an isolated run that was interrupted or has failed, with its own settings",
-    )
-    more = add_command(
-        commands,
-        "next-round",
-        "add a round to params.yaml and run it, without changing the rounds before it",
-    )
-    for command in (start, more):
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="SECTION.KEY=VALUE",
-            help="set one value of params.yaml; may be repeated",
-        )
-        command.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="run nothing, but print the stages that would run, and what they need",
-        )
-        command.add_argument(
-            "--isolated",
-            action="store_true",
-            help="work in a new git worktree, and commit the results to the branch runs/<run id>",
-        )
-    up = add_command(
-        commands, "up", "serve Prefect, a worker and MLflow on this machine until Ctrl-C"
-    )
-    up.epilog = (
-        "Environment variables: RONDO_NOTIFY_URL, a webhook that gets a message when a run fails, "
-        "crashes or waits for a decision, or when a gate fails (docs/running.md); "
-        "PREFECT_SERVER_API_PORT and MLFLOW_PORT."
-    )
-    about_status = "show the progress of each round, the running stages and the stage at fault"
-    add_command(commands, "status", about_status)
-    add_command(commands, "sync", "send MLflow what it lacks of all runs that were recorded here")
-    garbage = add_command(
-        commands, "gc", "remove old folders of isolated runs and old resume states"
-    )
-    garbage.add_argument(
-        "--older-than",
-        type=float,
-        default=7.0,
-        metavar="DAYS",
-        help="age since the last use; default: 7",
-    )
-    garbage.add_argument(
-        "--cache",
-        action="store_true",
-        help="also remove the files of DVC's cache that no branch, tag or folder refers to",
-    )
-    add_command(
-        commands,
-        "report",
-        "print the results of all rounds; write reports/summary.md and reports/report.html",
-    )
-
-
-def add_approve(commands: Subparsers) -> None:
-    approve = add_command(
-        commands,
-        "approve",
-        "approve or refuse a failed gate that waits for a decision (gates.<gate>.policy: ask)",
-    )
-    approve.add_argument("gate", choices=["sft", "reward", "promote"], help="the failed gate")
-    approve.add_argument("round", metavar="ROUND", help="the round of the gate, e.g. r0")
-    approve.add_argument(
-        "--reason",
-        required=True,
-        help="reason for the decision; stored in the verdict, in approvals/ and in MLflow",
-    )
-    add_person(approve)
-    approve.add_argument("--run", metavar="RUN", help="an isolated run; default: this folder")
-    approve.add_argument("--refuse", action="store_true", help="refuse the gate")
-
-
-def add_person(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--by", metavar="NAME", help="who decides; default: git's user.name")
-
-
-def add_promote(commands: Subparsers) -> None:
-    promote = add_command(
-        commands, "promote", "show the champion and its rivals, or choose another champion"
-    )
-    promote.add_argument(
-        "version",
-        nargs="?",
-        type=int,
-        metavar="VERSION",
-        help="version of the registered model that becomes champion",
-    )
-    promote.add_argument(
-        "--rollback",
-        action="store_true",
-        help="swap champion and previous champion; a second rollback undoes the first",
-    )
-    promote.add_argument(
-        "--reason", default="", help="reason for the change; becomes a tag of the version"
-    )
-    add_person(promote)
-
-
-def add_comparison_commands(commands: Subparsers) -> None:
-    """`compare` and `best`, which read recorded runs from MLflow."""
-    pair = add_command(
-        commands,
-        "compare",
-        "compare the policies of two recorded runs on the same prompts, and list differing params",
-    )
-    for name in ("a", "b"):
-        pair.add_argument(
-            name,
-            metavar="RUN[:ROUND]",
-            help="a run's name or the start of it; default round: the last one it evaluated",
-        )
-    pair.add_argument(
-        "--open",
-        action="store_true",
-        help="open MLflow's pages of the two runs in the browser (needs `rondo up`)",
-    )
-    ranking = add_command(
-        commands, "best", "rank the policies of all recorded runs by win rate against SFT"
-    )
-    ranking.add_argument(
-        "--kl",
-        type=float,
-        metavar="NATS",
-        help="maximum KL from SFT, in nats per token; default: gates.promote.max_kl_per_token",
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    from flows.commands.dry_run import dry_run
+    Args:
+        preset: overlay presets/NAME.yaml on the defaults; `default`: the defaults alone; without
+            it params.yaml stays as it is.
+        rounds: number of rounds.
+        rerun: run an ended round again, and all later ones, with the current settings; may be
+            repeated; `all`: every round.
+        interrupted: go on with an isolated run that was interrupted or has failed, with its own
+            settings.
+        settings: SECTION.KEY=VALUE sets one value of params.yaml; may be repeated.
+        dry_run: run nothing, but print the stages that would run, and what they need.
+        isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
+    """
+    from flows.commands import dry_run as trial
     from flows.commands.run import continue_run, run_rounds
     from flows.core.config import KEEP
 
-    if options.interrupted:
-        others = (options.rounds, options.set, options.isolated, options.rerun, options.dry_run)
-        if any(others) or options.preset != KEEP:
+    values, again = settings or [], rerun or []
+    if interrupted:
+        if any((rounds, values, isolated, again, dry_run, preset)):
             raise BadInput("--continue RUN takes no other options: the run has its own settings")
-        return continue_run(options.interrupted)
-    if options.dry_run:
-        return dry_run(options.preset, options.rounds, options.set, options.rerun)
-    return run_rounds(options.preset, options.rounds, options.set, options.isolated, options.rerun)
+        return continue_run(interrupted)
+    if dry_run:
+        return trial.dry_run(preset or KEEP, rounds, values, again)
+    return run_rounds(preset or KEEP, rounds, values, isolated, again)
 
 
-def next_round(options: argparse.Namespace) -> int:
+@app.command
+def next_round(*, settings: Settings = None, dry_run: Flag = False, isolated: Flag = False) -> int:
+    """Add a round to params.yaml and run it, without changing the rounds before it.
+
+    Args:
+        settings: SECTION.KEY=VALUE sets one value of params.yaml; may be repeated.
+        dry_run: run nothing, but print the stages that would run, and what they need.
+        isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
+    """
     from flows.commands.dry_run import dry_next_round
     from flows.commands.run import run_next_round
 
-    if options.dry_run:
-        return dry_next_round(options.set)
-    return run_next_round(options.set, options.isolated)
+    if dry_run:
+        return dry_next_round(settings or [])
+    return run_next_round(settings or [], isolated)
 
 
-def up(_: argparse.Namespace) -> int:
+@app.command
+def up() -> None:
+    """Serve Prefect, a worker and MLflow on this machine until Ctrl-C.
+
+    Environment variables: RONDO_NOTIFY_URL, a webhook that gets a message when a run fails, crashes
+    or waits for a decision, or when a gate fails (docs/running.md); PREFECT_SERVER_API_PORT and
+    MLFLOW_PORT.
+    """
     interrupts.raise_at_signals("stopping ...")
     from flows.orchestration.server import serve
 
     serve(HOME.resolve())
-    return 0
 
 
-def by_module(options: argparse.Namespace) -> int:
-    """A command that is a module of flows/commands with the function `run`."""
-    module = import_module(f"flows.commands.{options.command.replace('-', '_')}")
-    code: int = module.run(options)
-    return code
+@app.command
+def worker(*, name: str | None = None, push: str | None = None) -> None:
+    """Run on this machine what people start at a team's Prefect server, until Ctrl-C.
+
+    Environment variables: PREFECT_API_URL, PREFECT_API_AUTH_STRING and MLFLOW_TRACKING_URI name the
+    team's servers.
+
+    Args:
+        name: of this machine in Prefect: its deployments are rlhf-pipeline-NAME, ...; default: its
+            host name.
+        push: after an isolated run has completed or failed: `dvc push`, and push its branch to this
+            git remote.
+    """
+    from flows.commands.worker import work_for_team
+
+    work_for_team(name, push)
 
 
-def report(_: argparse.Namespace) -> int:
+@app.command
+def serve_reward(
+    round_: Annotated[str, Parameter(name="ROUND")],
+    /,
+    *,
+    host: str = HOST,
+    port: int = 8100,
+    allow_failed: Flag = False,
+) -> None:
+    """Serve a round's reward model over HTTP until Ctrl-C, as OpenRLHF's /get_reward and vLLM's
+    /classify.
+
+    Environment variable: RONDO_REWARD_TOKEN, a token that requests then have to send.
+
+    Args:
+        round_: the round, e.g. r0.
+        host: address of this machine to listen on.
+        port: 0: any free port.
+        allow_failed: also serve a model that its gate has not passed.
+    """
+    from flows.serving.server import serve  # imports torch
+
+    serve(round_, host, port, allow_failed)
+
+
+@app.command
+def plan(*, model: str, gpus: str, preset: str = "openrlhf", settings: Settings = None) -> None:
+    """Print the GPU memory that each stage needs for a model, and settings that fit.
+
+    Args:
+        model: a folder, a model of the hub, or a size, e.g. 8b.
+        gpus: GPUs x GB of one, e.g. 8x80, or nodes x GPUs per node x GB, e.g. 2x8x80.
+        preset: lengths and batches: of this preset, or `keep`: of params.yaml.
+        settings: SECTION.KEY=VALUE sets one value of them; may be repeated.
+    """
+    from flows.commands.plan import print_plan
+
+    print_plan(model, gpus, preset, settings or [])
+
+
+@app.command
+def status() -> None:
+    """Show the progress of each round, the running stages and the stage at fault."""
+    from flows.commands.status import text
+
+    print(text(HOME.resolve()))
+
+
+@app.command
+def sync() -> None:
+    """Send MLflow what it lacks of all runs that were recorded here."""
+    from flows.tracking.sync import send_all
+
+    for line in send_all(HOME.resolve(), print):
+        print(f"sent: {line}")
+    print("MLflow has all recorded runs")
+
+
+@app.command
+def gc(*, older_than: float = 7.0, cache: Flag = False) -> None:
+    """Remove old folders of isolated runs and old resume states.
+
+    Args:
+        older_than: days since the last use.
+        cache: also remove the files of DVC's cache that no branch, tag or folder refers to.
+    """
+    from flows.commands.gc import collect_garbage
+
+    for line in collect_garbage(HOME.resolve(), older_than, cache):
+        print(line)
+
+
+@app.command
+def report() -> None:
+    """Print the results of all rounds; write reports/summary.md and reports/report.html."""
     from flows.core.locks import current_locks
     from flows.report import page, summary
 
@@ -289,67 +249,81 @@ def report(_: argparse.Namespace) -> int:
     # flushed: the charts of 30 rounds take half a minute
     print(summary.text(rounds, locks), flush=True)
     print(f"with charts and samples, for a browser: {page.write(rounds, locks)}")
-    return 0
 
 
-def status(_: argparse.Namespace) -> int:
-    from flows.commands.status import text
+@app.command
+def approve(
+    gate: Literal["sft", "reward", "promote"],
+    round_: Annotated[str, Parameter(name="ROUND")],
+    /,
+    *,
+    reason: str,
+    by: str | None = None,
+    run: str | None = None,
+    refuse: Flag = False,
+) -> None:
+    """Approve or refuse a failed gate that waits for a decision (gates.GATE.policy: ask).
 
-    print(text(HOME.resolve()))
-    return 0
-
-
-def gc(options: argparse.Namespace) -> int:
-    from flows.commands.gc import collect_garbage
-
-    for line in collect_garbage(HOME.resolve(), options.older_than, options.cache):
-        print(line)
-    return 0
-
-
-def approve(options: argparse.Namespace) -> int:
+    Args:
+        gate: the failed gate.
+        round_: the round of the gate, e.g. r0.
+        reason: of the decision; stored in the verdict, in approvals/ and in MLflow.
+        by: who decides; default: git's user.name.
+        run: an isolated run; default: this folder.
+        refuse: refuse the gate.
+    """
     from flows.execution.worktree import folder_of_run
     from flows.orchestration.approval import decide_at_terminal
 
-    folder = folder_of_run(options.run, HOME.resolve()) if options.run else Path.cwd()
+    folder = folder_of_run(run, HOME.resolve()) if run else Path.cwd()
     with chdir(folder):
-        path = decide_at_terminal(
-            options.gate, options.round, not options.refuse, options.by, options.reason
-        )
-    command = f"rondo run --continue {options.run}" if options.run else "rondo run"
+        path = decide_at_terminal(gate, round_, not refuse, by, reason)
+    command = f"rondo run --continue {run}" if run else "rondo run"
     print(f"{path} written; run `{command}` to continue")
-    return 0
 
 
-def promote(options: argparse.Namespace) -> int:
+@app.command
+def promote(
+    version: int | None = None,
+    /,
+    *,
+    rollback: Flag = False,
+    reason: Reason = "",
+    by: str | None = None,
+) -> None:
+    """Show the champion and its rivals, or choose another champion.
+
+    Args:
+        version: of the registered model that becomes champion.
+        rollback: swap champion and previous champion; a second rollback undoes the first.
+        reason: for the change; becomes a tag of the version.
+        by: who decides; default: git's user.name.
+    """
     from flows.core.git import person
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
 
-    if options.rollback and options.version is not None:
+    if rollback and version is not None:
         raise BadInput("--rollback takes no VERSION: it makes the previous champion the champion")
-    if options.reason and not options.rollback and options.version is None:
+    if reason and not rollback and version is None:
         raise BadInput("--reason is only for a change: add --rollback or a version's number")
     with registry(HOME.resolve()) as client:
-        if options.version is not None:
-            by = person(options.by)
-            model_registry.promote_by_hand(client, options.version, by, options.reason)
-        if options.rollback:
-            model_registry.roll_back(client, person(options.by), options.reason)
+        if version is not None:
+            model_registry.promote_by_hand(client, version, person(by), reason)
+        if rollback:
+            model_registry.roll_back(client, person(by), reason)
         print(model_registry.describe(client))
-    return 0
 
 
-def sync(_: argparse.Namespace) -> int:
-    from flows.tracking.sync import send_all
+@app.command
+def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open")] = False) -> None:
+    """Compare the policies of two recorded runs on the same prompts, and list differing params.
 
-    for line in send_all(HOME.resolve(), print):
-        print(f"sent: {line}")
-    print("MLflow has all recorded runs")
-    return 0
-
-
-def compare(options: argparse.Namespace) -> int:
+    Args:
+        a: RUN[:ROUND], a run's name or the start of it; default round: the last one it evaluated.
+        b: likewise.
+        open_: open MLflow's pages of the two runs in the browser (needs `rondo up`).
+    """
     import webbrowser
 
     from flows.commands import compare as comparison
@@ -357,52 +331,43 @@ def compare(options: argparse.Namespace) -> int:
 
     with registry(HOME.resolve()) as client:
         experiment = experiment_of(client)
-        a, b = (comparison.find(client, experiment, name) for name in (options.a, options.b))
-        print(comparison.text(client, a, b))
-    for title, page in comparison.pages(a, b).items():
+        first, second = (comparison.find(client, experiment, name) for name in (a, b))
+        print(comparison.text(client, first, second))
+    for title, page in comparison.pages(first, second).items():
         print(f"{title} in MLflow: {page}")
-        if options.open:
+        if open_:
             webbrowser.open(page)
-    return 0
 
 
-def best(options: argparse.Namespace) -> int:
+@app.command
+def best(*, kl: float | None = None) -> None:
+    """Rank the policies of all recorded runs by win rate against SFT.
+
+    Args:
+        kl: maximum KL from SFT, in nats per token; default: gates.promote.max_kl_per_token.
+    """
     from flows.commands import best as policies
     from flows.tracking.mlflow_store import experiment_of, registry
     from stages.lib.core.params import load_params
 
-    kl = load_params().gates.promote.max_kl_per_token if options.kl is None else options.kl
+    limit = load_params().gates.promote.max_kl_per_token if kl is None else kl
     home, here = HOME.resolve(), policies.experiments_here()
     with registry(home) as client:
-        ranking = policies.policies_within_kl(experiment_of(client), kl, here)
+        ranking = policies.policies_within_kl(experiment_of(client), limit, here)
         print(policies.text(home, ranking, here))
-    return 0
 
 
-def check_data(options: argparse.Namespace) -> int:
+@app.command
+def check_data(file: str, /) -> int:
+    """Validate a file of preference pairs or demonstrations, and list its invalid rows.
+
+    Args:
+        file: a .jsonl or .parquet file.
+    """
     from stages.prepare.check_file import check_file
 
-    return check_file(options.file)
+    return check_file(file)
 
-
-COMMANDS = {
-    "run": run,
-    "next-round": next_round,
-    "up": up,
-    "worker": by_module,
-    "serve-reward": by_module,
-    "plan": by_module,
-    "status": status,
-    "gc": gc,
-    "report": report,
-    "approve": approve,
-    "promote": promote,
-    "sync": sync,
-    "compare": compare,
-    "best": best,
-    "badcases": by_module,
-    "check-data": check_data,
-}
 
 if __name__ == "__main__":
     main()

@@ -2,12 +2,13 @@
 that people add.
 """
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import App, Parameter
 from filelock import FileLock
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -41,53 +42,30 @@ SHOWN_CHARACTERS = 60  # of a response in the list
 OUTCOMES = {1.0: "wins", 0.5: "ties", 0.0: "loses"}
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `badcases` with its actions to the parser of `rondo`."""
-    parser = commands.add_parser(
-        "badcases", help="list failed responses and their states; add yours"
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    list_parser = actions.add_parser("list", help="one line per badcase, of all rounds")
-    list_parser.add_argument("--round", metavar="ROUND", help="the states after this round")
-    list_parser.add_argument("--state", choices=[state.value for state in State])
-    list_parser.add_argument("--cause", choices=[cause.value for cause in Cause])
-    show_parser = actions.add_parser("show", help="everything that is known of one badcase")
-    show_parser.add_argument("id", metavar="ID", help="its id or the beginning of it")
-    flag_parser = actions.add_parser(
-        "flag", help="report a bad response: one of the list, or any other"
-    )
-    flag_parser.add_argument(
-        "id", nargs="?", metavar="ID", help="a badcase; otherwise --prompt and --response"
-    )
-    for name, description in {
-        "prompt": "the prompt of the response",
-        "response": "the bad response",
-        "better": "a better response; it becomes a demonstration, and a pair against the bad one",
-        "note": "why it is bad",
-    }.items():
-        flag_parser.add_argument(f"--{name}", metavar="TEXT", help=description)
-    import_parser = actions.add_parser(
-        "import",
-        help="add failures from JSON lines with prompt, response and optionally better, note",
-    )
-    import_parser.add_argument("file", metavar="FILE")
-    round_help = "the round whose replay uses it; default: the last one of params.yaml"
-    by_help = "who reports it; default: git's user.name"
-    for report_parser in (flag_parser, import_parser):
-        report_parser.add_argument("--round", metavar="ROUND", help=round_help)
-        report_parser.add_argument("--by", metavar="NAME", help=by_help)
+app = App(
+    name="badcases",
+    help="List failed responses and their states; add yours.",
+    help_format="markdown",
+    default_parameter=Parameter(negative=()),
+)
+Round = Annotated[str | None, Parameter(name="--round")]
 
 
-def run(options: argparse.Namespace) -> int:
-    actions = {"list": list_all, "show": show, "flag": flag, "import": import_file}
-    return actions[options.action](options)
+@app.command(name="list")
+def list_all(
+    *, round_: Round = None, state: State | None = None, cause: Cause | None = None
+) -> None:
+    """One line per badcase, of all rounds.
 
-
-def list_all(options: argparse.Namespace) -> int:
+    Args:
+        round_: the states after this round.
+        state: of the badcases.
+        cause: of the badcases.
+    """
     cases = [
         case
-        for case in ledger(options.round)
-        if options.state in (None, case.state.value) and options.cause in (None, case.cause.value)
+        for case in ledger(round_)
+        if state in (None, case.state) and cause in (None, case.cause)
     ]
     table = Table(box=SIMPLE_HEAD)
     for column in ("id", "round", "cause", "state", "fails", "score", "jury", "response"):
@@ -115,48 +93,82 @@ def list_all(options: argparse.Namespace) -> int:
         "fails: how many new responses failed in the retest of each round, its own round first; "
         "!: the reward model prefers the bad response"
     )
-    return 0
 
 
-def show(options: argparse.Namespace) -> int:
-    case = find(options.id)
+@app.command
+def show(badcase: Annotated[str, Parameter(name="ID")], /) -> None:
+    """Everything that is known of one badcase.
+
+    Args:
+        badcase: its id or the beginning of it.
+    """
+    case = find(badcase)
     print(json.dumps(case.model_dump(mode="json"), indent=2, ensure_ascii=False))
-    return 0
 
 
-def flag(options: argparse.Namespace) -> int:
-    if bool(options.id) == bool(options.prompt or options.response):
+@app.command
+def flag(
+    badcase: Annotated[str | None, Parameter(name="ID")] = None,
+    /,
+    *,
+    prompt: str | None = None,
+    response: str | None = None,
+    better: str | None = None,
+    note: str | None = None,
+    round_: Round = None,
+    by: str | None = None,
+) -> None:
+    """Report a bad response: one of the list, or any other.
+
+    Args:
+        badcase: a badcase; otherwise --prompt and --response.
+        prompt: the prompt of the response.
+        response: the bad response.
+        better: a better response; it becomes a demonstration, and a pair against the bad one.
+        note: why it is bad.
+        round_: the round whose replay uses it; default: the last one of params.yaml.
+        by: who reports it; default: git's user.name.
+    """
+    if bool(badcase) == bool(prompt or response):
         raise BadInput(
             "rondo badcases flag: expected the ID of a badcase, or --prompt and --response"
         )
-    case = find(options.id) if options.id else None
+    case = find(badcase) if badcase else None
     row = {
-        "prompt": case.prompt if case else options.prompt,
-        "response": case.response if case else options.response,
-        "better": options.better,
-        "note": options.note,
-        "by": person(options.by),
+        "prompt": case.prompt if case else prompt,
+        "response": case.response if case else response,
+        "better": better,
+        "note": note,
+        "by": person(by),
     }
     fix = "see `rondo badcases flag --help`"
     report = validate_row(Report, row, "rondo badcases flag", fix)
-    return keep([("the prompt", report)], options.round)
+    keep([("the prompt", report)], round_)
 
 
-def import_file(options: argparse.Namespace) -> int:
-    path, by = Path(options.file), person(options.by)
+@app.command(name="import")
+def import_file(file: str, /, *, round_: Round = None, by: str | None = None) -> None:
+    """Add failures from JSON lines with prompt, response and optionally better, note.
+
+    Args:
+        file: of JSON lines.
+        round_: the round whose replay uses it; default: the last one of params.yaml.
+        by: who reports it; default: git's user.name.
+    """
+    reporter = person(by)
     fix = (
         "expected JSON lines with prompt, response and optionally better, note, or with a prompt "
         "only; nothing was imported"
     )
     rows = (
-        (location, {"by": by, **row} if isinstance(row, dict) else row)
-        for location, row in read_json_lines(path, fix)
+        (location, {"by": reporter, **row} if isinstance(row, dict) else row)
+        for location, row in read_json_lines(Path(file), fix)
     )
     reports = [(f"{location}: its prompt", parse_user_row(row, location)) for location, row in rows]
-    return keep(reports, options.round)
+    keep(reports, round_)
 
 
-def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
+def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> None:
     """Add reports and prompts to a round's file in badcases/.
 
     Args:
@@ -187,7 +199,6 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
         f"{report_path(name)}: {added} added, {len(reports) - added} known already. "
         f"Commit it; `rondo run` retests and replays them in {name}"
     )
-    return 0
 
 
 def ledger(round_: str | None) -> list[Badcase]:

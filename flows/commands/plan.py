@@ -1,6 +1,5 @@
 """`rondo plan`: the GPU memory that each stage needs for a model, and settings that fit."""
 
-import argparse
 import json
 import math
 import re
@@ -25,7 +24,6 @@ RATES = ("learning_rate", "critic_learning_rate")  # of adapters and of all weig
 GPU_COUNTS = (1, 2, 4, 8, *range(16, 513, 8))
 USABLE = 0.9  # of a GPU; the rest is for the CUDA context, NCCL and fragments
 VLLM_WEIGHTS = 0.3  # of a GPU, so that as much is left to keys and values of vLLM's 0.6
-ABOUT = "print the GPU memory that each stage needs for a model, and settings that fit"
 
 
 class Cluster(NamedTuple):
@@ -40,48 +38,29 @@ class Cluster(NamedTuple):
         return self.nodes * self.gpus
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model",
-        required=True,
-        help=f"a folder, a model of the hub, or a size: {', '.join(NAMED_SIZES)}",
-    )
-    command.add_argument(
-        "--gpus", required=True, metavar="[NODESx]GPUSxGB", help="e.g. 8x80, or 2x8x80"
-    )
-    command.add_argument(
-        "--preset",
-        default="openrlhf",
-        metavar="NAME",
-        help="lengths and batches: of this preset (default: openrlhf), or `keep`: of params.yaml",
-    )
-    command.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of them"
-    )
+def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
+    """Print the answer of `rondo plan`.
 
-
-def run(options: argparse.Namespace) -> int:
-    """
     Raises:
         BadInput: the model is not known, the GPUs are no numbers, or a setting is wrong.
     """
-    cluster = parse_cluster(options.gpus)
-    shape = NAMED_SIZES.get(options.model.lower()) or read_shape(options.model)
+    cluster = parse_cluster(gpus)
+    shape = NAMED_SIZES.get(model.lower()) or read_shape(model)
     if shape is None:
         raise BadInput(
-            f"--model {options.model}: no folder, no size ({', '.join(NAMED_SIZES)}), and its "
+            f"--model {model}: no folder, no size ({', '.join(NAMED_SIZES)}), and its "
             "config.json is neither in the cache nor can the hub be reached"
         )
-    parts = (setting.partition("=") for setting in options.set)
+    parts = (setting.partition("=") for setting in settings)
     given = {key.strip(): value for key, _, value in parts}
-    if Path(options.model).is_dir() or "@" in options.model:
-        given.setdefault("assets.model", options.model)
-    address = [] if options.preset == KEEP else [f"launcher.ray_address={HEAD}"]
-    params = resolve(options.preset, None, [*address, *options.set])
+    if Path(model).is_dir() or "@" in model:
+        given.setdefault("assets.model", model)
+    address = [] if preset == KEEP else [f"launcher.ray_address={HEAD}"]
+    params = resolve(preset, None, [*address, *settings])
     if params.algorithm is not Algorithm.ppo:
         raise BadInput(f"algorithm {params.algorithm.value}: expected ppo, the one with a plan")
     print(
-        f"{options.model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
+        f"{model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
         f"{cluster.gpus} GPUs of {cluster.bytes / 1e9:.0f} GB, of which {USABLE:.0%} are used; "
         "calculated, never measured (docs/scale.md)"
     )
@@ -94,8 +73,7 @@ def run(options: argparse.Namespace) -> int:
     for title, changes in proposals.items():
         values = given | {key: as_yaml(value) for key, value in changes.items()}
         print(f"\nPPO of {title}; GB of the one GPU of each stage, at most:")
-        print("\n".join(proposal(options.preset, values, shape, cluster)))
-    return 0
+        print("\n".join(proposal(preset, values, shape, cluster)))
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -1,6 +1,5 @@
 """`rondo worker`: this machine works for a team's Prefect server (docs/scale.md)."""
 
-import argparse
 import re
 import socket
 
@@ -10,27 +9,7 @@ from flows.core.services import HOME
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput
 
-ABOUT = "run on this machine what people start at a team's Prefect server, until Ctrl-C"
 NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Environment variables: PREFECT_API_URL, PREFECT_API_AUTH_STRING and MLFLOW_TRACKING_URI "
-        "name the team's servers."
-    )
-    parser.add_argument(
-        "--name",
-        default=re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-"),
-        help="of this machine in Prefect: its deployments are rlhf-pipeline-NAME, ...; default: "
-        "its host name",
-    )
-    parser.add_argument(
-        "--push",
-        metavar="REMOTE",
-        help="after an isolated run has completed or failed: `dvc push`, and push its branch to "
-        "this git remote",
-    )
 
 
 def has_default_remote() -> bool:
@@ -38,17 +17,23 @@ def has_default_remote() -> bool:
         return bool(repo.config["core"].get("remote"))
 
 
-def run(options: argparse.Namespace) -> int:
-    if not re.fullmatch(NAME, options.name):
-        raise BadInput(f"--name {options.name}: expected a-z, 0-9 and single hyphens, e.g. gpu-1")
-    if options.push and options.push not in git("remote").splitlines():
-        raise BadInput(f"--push {options.push}: `git remote` lists no such remote")
-    if options.push and not has_default_remote():
+def work_for_team(given_name: str | None, push: str | None) -> None:
+    """Work until a signal; without a name this machine has its host name.
+
+    Raises:
+        BadInput: the name, or the remote to push to, is none.
+    """
+    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")
+    name = host if given_name is None else given_name
+    if not re.fullmatch(NAME, name):
+        raise BadInput(f"--name {name}: expected a-z, 0-9 and single hyphens, e.g. gpu-1")
+    if push and push not in git("remote").splitlines():
+        raise BadInput(f"--push {push}: `git remote` lists no such remote")
+    if push and not has_default_remote():
         raise BadInput(
             "--push: DVC has no default remote: `dvc remote add -d NAME URL` (docs/scale.md)"
         )
     interrupts.raise_at_signals("stopping ...")
     from flows.orchestration.worker import work
 
-    work(options.name, options.push, HOME.resolve())
-    return 0
+    work(name, push, HOME.resolve())

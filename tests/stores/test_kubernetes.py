@@ -2,7 +2,6 @@
 never applied to a cluster.
 """
 
-import argparse
 import re
 import subprocess
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli import parser
-from flows.commands.worker import add_arguments
+from flows import cli
 from flows.core.services import API_URL
 from tests.paths import ROOT
 from tests.stores.conftest import FOLDER
@@ -53,16 +51,15 @@ def test_the_worker_runs_a_command_that_rondo_has(documents):
     [worker, clone] = containers(documents["StatefulSet", "rondo-worker"])
     program, command = worker["command"][:3], worker["command"][3:]
     assert program == ["python", "-m", "flows.cli"]
-    options = parser().parse_args(command)
-    assert (options.command, options.name, options.push) == ("worker", "k8s", "origin")
+    function, arguments, _ = cli.app.parse_args(command)
+    assert function is cli.worker
+    assert arguments.arguments == {"name": "k8s", "push": "origin"}
     assert worker["workingDir"] in clone["args"][0]
     environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
     assert environment["PYTHONPATH"] == worker["workingDir"]
     service = documents["Service", "prefect"]["spec"]["ports"][0]["port"]
     assert environment["PREFECT_API_URL"] == f"http://prefect:{service}/api"
-    subparser = argparse.ArgumentParser()
-    add_arguments(subparser)
-    names = re.findall(r"[A-Z]+(?:_[A-Z]+)+", str(subparser.epilog))
+    names = re.findall(r"[A-Z]+(?:_[A-Z]+)+", str(cli.worker.__doc__))
     assert API_URL in names and environment.keys() >= set(names)
 
 
