@@ -126,7 +126,7 @@ def compare(url: str, texts: list[tuple[str, str]], recorded: list[float]) -> No
 
 def main(round_: str, seconds: float) -> None:
     path = stage_dir(round_, "evaluate") / "samples.jsonl"
-    rows = read_jsonl(path, f"dvc repro evaluate@{round_}")
+    rows = read_jsonl(path)
     texts = [(row["prompt"], row["ppo"]) for row in rows]
     recorded = [row["ppo_score"] for row in rows]
     if not all(isinstance(prompt, str) for prompt, _ in texts):

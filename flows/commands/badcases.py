@@ -188,7 +188,7 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> None:
         if path.exists():
             check_not_in_eval_set(
                 prompts,
-                read_rows(PromptRow, path, f"dvc repro prepare@{known_round}"),
+                read_rows(PromptRow, path),
                 "nothing was kept. Report the policy's response to another prompt",
             )
     check_not_in_slices(prompts)

@@ -150,13 +150,13 @@ def code_of(stage: str, round_: str, models: Iterable[Checkpoint]) -> ModelCode 
     """
     if not any(model.files for model in models):
         return None
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+    data = stage_dir(round_, "prepare") / "data"
     if stage == "reward":
-        pairs = read_jsonl(data / "pairs_eval.jsonl", made_by)[:SCORED]
+        pairs = read_jsonl(data / "pairs_eval.jsonl")[:SCORED]
         examples = [{"prompt": row["prompt"], "response": row["chosen"]} for row in pairs]
     else:
         # All prompts of the evaluation: in other batches, products may round otherwise.
-        rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
+        rows = read_jsonl(data / "eval_prompts.jsonl")
         examples = [{"prompt": row["prompt"]} for row in rows]
     return ModelCode(
         task="score" if stage == "reward" else "generate",

@@ -36,7 +36,7 @@ def copy_human_pairs(params: Params, round_: str) -> None:
     """Copy prepare's pairs, byte for byte; a language model may revise responses beside them."""
     folder = stage_dir(round_, "annotate")
     source = stage_dir(round_, "prepare") / "data/pairs_train.jsonl"
-    pairs = len(read_rows(PreferencePair, source, f"dvc repro prepare@{round_}"))
+    pairs = len(read_rows(PreferencePair, source))
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)
     recorder, revised = MetricLogger("annotate", round_), {}

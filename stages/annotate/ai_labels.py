@@ -50,12 +50,12 @@ def label_with_judge(params: Params, round_: str) -> None:
         RondoError: the judge prefers no response, for any prompt.
     """
     # 1. inputs: training prompts only, since the responses are trained on
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
-    prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
+    data = stage_dir(round_, "prepare") / "data"
+    prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl"))
     prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
-    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
+    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl")
     check_prompts_not_in_eval_set(prompt_rows, evaluation)
-    train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl", made_by)
+    train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl")
     replayed = [pair for pair in train_pairs if "badcase" in pair]
     principles = load_principles(params)
     recorder, judge = MetricLogger("annotate", round_, len(prompt_rows)), load_judge(params)

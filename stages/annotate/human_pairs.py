@@ -40,7 +40,7 @@ def compare_with_people(
         constitution also `human_agreement_by_principle`, by the number of the principle from 1)
     """
     path = stage_dir(recorder.round, "prepare") / "data/pairs_eval.jsonl"
-    rows = read_rows(PreferencePair, path, f"dvc repro prepare@{recorder.round}")
+    rows = read_rows(PreferencePair, path)
     rows = shuffled(rows, params.seed)[: params.annotate.agreement_pairs]
     drawn = [draw_principle(principles, params.seed, row["id"]) for row in rows]
     verdicts = judge_both_orders(

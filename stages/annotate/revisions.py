@@ -119,10 +119,9 @@ def revise_responses(
         (the revised responses; the number of prompts, and of each outcome)
     """
     data = stage_dir(recorder.round, "prepare") / "data"
-    made_by = f"dvc repro prepare@{recorder.round}"
-    rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
+    rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl"))
     rows = shuffled(rows, params.seed)[: params.annotate.revisions]
-    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
+    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl")
     check_prompts_not_in_eval_set(rows, evaluation)  # revisions become training rows
     sampled = sample_sft([row["prompt"] for row in rows], 1, params, recorder.round)
 

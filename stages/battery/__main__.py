@@ -66,7 +66,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     check_unchanged("primary_judge", params)
     config, folder = params.battery, stage_dir(round_, "battery")
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+    data = stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     recorder = MetricLogger("battery", round_, 5, writes=world.is_main())
     tokenizer, model = load_tokenizer(sft / "model"), load_causal_lm(sft / "model", params.model)
@@ -74,9 +74,9 @@ def main(params: Params, round_: str) -> None:
         check_template(manifest, tokenizer, params.prepare.prompt_format)
     scorer = RewardScorer(reward / "model", tokenizer, params)
     demonstrations = calibration_sample(
-        read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
+        read_rows(Demonstration, data / "sft_eval.jsonl"), params.seed
     )
-    prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by)
+    prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
     held_out, pair_scores = scored_pairs(data, reward, round_)
     judge = load_primary_judge(params, round_)
 
@@ -150,10 +150,10 @@ def scored_pairs(
 
     The reward stage leaves out pairs that are longer than reward.max_length.
     """
-    pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl", f"dvc repro prepare@{round_}")
+    pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl")
     scores = {
         row["id"]: (row["chosen"], row["rejected"])
-        for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
+        for row in read_rows(RewardScores, reward / "scores.jsonl")
     }
     scored = [pair for pair in pairs if pair["id"] in scores]
     return scored, [scores[pair["id"]] for pair in scored]

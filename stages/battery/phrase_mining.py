@@ -27,7 +27,7 @@ def phrases_to_try(previous: Path, samples: ScoredSamples, listed: Sequence[str]
     mined: list[str] = []
     if not is_placeholder(previous / "ppo/rollouts"):
         responses, scores = [], []
-        for row in read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}"):
+        for row in read_rollouts(previous / "ppo/rollouts"):
             responses.append(row["response"])
             scores.append(row["score"])
         mined += mine_phrases(responses, scores, MAX_PHRASES)

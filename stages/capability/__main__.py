@@ -22,11 +22,11 @@ from stages.lib.data.splits import TRAIN
 def main(params: Params, round_: str) -> None:
     # 1. the prompts of slices/, none of which may be trained on
     slices, recorder = read_slices(), MetricLogger("capability", round_)
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+    data = stage_dir(round_, "prepare") / "data"
     training_rows = (
         (name, row)
         for name in TRAIN.values()
-        for row in read_rows(TrainingPrompt, data / f"{name}.jsonl", made_by)
+        for row in read_rows(TrainingPrompt, data / f"{name}.jsonl")
     )
     check_not_in_slices(
         (f"{name} of {round_}, row {row['id']}: its prompt", row["prompt"])

@@ -42,15 +42,14 @@ class Evaluator:
 
     def __init__(self, params: Params, round_: str) -> None:
         self.params, data = params, stage_dir(round_, "prepare") / "data"
-        made_by = f"dvc repro prepare@{round_}"
-        self.rows = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
+        self.rows = read_rows(PromptRow, data / "eval_prompts.jsonl")
         self.sft_path = stage_dir(round_, "sft") / "model"
         self.reward_path = stage_dir(round_, "reward") / "model"
         self.policy_path = stage_dir(round_, "ppo") / "policy"
         self.tokenizer = load_tokenizer(self.sft_path)
         self.prompts = [row["prompt"] for row in self.rows]
         self.respond = responder(params, self.tokenizer)
-        people = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
+        people = read_rows(Demonstration, data / "sft_eval.jsonl")
         human = tokenize_fitting(self.tokenizer, people, ["completion"], params, "sft")
         self.people = human.rows
         self.human = human.prompts, human.responses["completion"]

@@ -106,7 +106,7 @@ def are_close(a: Sample, b: Sample) -> bool:
 
 
 def main(round_: str, settings: Path) -> None:
-    params = check_params(read_json(settings, f"dvc repro evaluate@{round_}"), str(settings))
+    params = check_params(read_json(settings), str(settings))
     # as many as before: the parts of a batch that are computed alone are rounded otherwise
     arguments = [round_, str(settings)]
     share_out("stages.evaluate.reproduce", arguments, params, "evaluate", round_)

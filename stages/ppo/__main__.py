@@ -86,7 +86,7 @@ def main(params: Params, round_: str) -> None:
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
 
     # 2. prompts: some are held out, to compare policies on
-    rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
+    rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
     roles.rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     algorithm = ONLINE[params.algorithm](params)

@@ -163,7 +163,7 @@ def read_tokenizer() -> Any:
 
     # AutoTokenizer returns the same class, but first reads the model's configuration, which imports
     # torch: 3 seconds
-    config = read_json(MODEL / "tokenizer_config.json", "dvc repro assets")
+    config = read_json(MODEL / "tokenizer_config.json")
     is_backend = config.get("tokenizer_class") == "TokenizersBackend"
     cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
     with damage_named(MODEL):

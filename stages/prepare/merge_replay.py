@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from stages.lib.core.files import is_placeholder
+from stages.lib.core.files import is_placeholder, maker
 from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt, read_rows
 from stages.lib.data.splits import DataSets, check_not_in_eval_set, prompt_key
 from stages.lib.dedup.contamination import check_no_leaks, find_leaks
@@ -32,12 +32,11 @@ def merge_replay(
     folder = previous / "replay/data"
     if is_placeholder(folder):
         return dict.fromkeys(train, ())
-    made_by = f"dvc repro replay@{previous.name}"
     replayed: DataSets = {
-        "sft": read_rows(Demonstration, folder / "sft.jsonl", made_by),
-        "pairs": read_rows(PreferencePair, folder / "pairs.jsonl", made_by),
+        "sft": read_rows(Demonstration, folder / "sft.jsonl"),
+        "pairs": read_rows(PreferencePair, folder / "pairs.jsonl"),
         "prompts": with_columns(
-            read_rows(TrainingPrompt, folder / "prompts.jsonl", made_by),
+            read_rows(TrainingPrompt, folder / "prompts.jsonl"),
             cast(Sequence[TrainingPrompt], train["prompts"]),
         ),
     }
@@ -62,7 +61,7 @@ def merge_replay(
     leaks = find_leaks(rows, held_out_rows, similarity)
     check_no_leaks(
         [(locations[leak.row], leak) for leak in leaks],
-        f"run `{made_by}` again, which drops such rows, or remove them",
+        f"run `{maker(folder)}` again, which drops such rows, or remove them",
     )
 
     if max_share == 1:

@@ -78,10 +78,10 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
         BadInput: a file is missing, or a prompt is an evaluation prompt: rows made from it would be
             trained on.
     """
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+    data = stage_dir(round_, "prepare") / "data"
 
     def read(kind: type[AnyRow], name: str) -> list[AnyRow]:
-        return read_rows(kind, data / f"{name}.jsonl", made_by)
+        return read_rows(kind, data / f"{name}.jsonl")
 
     train_pairs, demonstrations = (
         read(PreferencePair, "pairs_train"),
@@ -95,7 +95,7 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     }
     prompts = dedupe_prompts(train_prompts)
     rollouts, rollout_prompts = needed_rollouts(
-        read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"), per_prompt
+        read_rollouts(stage_dir(round_, "ppo") / "rollouts"), per_prompt
     )
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
     evaluation: DataSets = {
@@ -104,7 +104,7 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
         HELD_OUT["pairs"]: held_out_pairs,
     }
     revised_path = stage_dir(round_, "annotate") / REVISED
-    revised = read_rows(RevisedResponse, revised_path, f"dvc repro annotate@{round_}")
+    revised = read_rows(RevisedResponse, revised_path)
     check_prompts_not_in_eval_set(
         [*prompts, *rollout_prompts, *revised], evaluation["eval_prompts"]
     )

@@ -66,8 +66,7 @@ def repair_metrics(before: list[Badcase], retested: list[Badcase]) -> dict[str, 
 
 def chosen_scores(reward: Path) -> dict[str, float]:
     """Calibrated scores of the held-out pairs' chosen texts by the pairs' ids, from `reward`."""
-    made_by = f"dvc repro reward@{reward.parent.name}"
-    rows = read_rows(RewardScores, reward / "scores.jsonl", made_by)
+    rows = read_rows(RewardScores, reward / "scores.jsonl")
     return {row["id"]: row["chosen"] for row in rows}
 
 
@@ -90,7 +89,7 @@ def exploit_metrics(
     before, after = [], []
     if not is_placeholder(previous / "replay/data"):
         path = previous / "replay/data/exploits.jsonl"
-        rows = read_rows(ExploitRow, path, f"dvc repro replay@{previous.name}")
+        rows = read_rows(ExploitRow, path)
         earlier = [row["suffix"] for row in rows]
     if earlier:
         previous_scorer = RewardScorer(previous / "reward/model", sampler.tokenizer, params)

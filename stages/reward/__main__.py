@@ -87,7 +87,7 @@ class RewardModelTrainer:
         """The pairs of a file of another stage; prints how many are too long."""
         label, round_ = self.recorder.label, self.recorder.round
         path = stage_dir(round_, stage) / f"data/{name}.jsonl"
-        rows = read_rows(PreferencePair, path, f"dvc repro {stage}@{round_}")
+        rows = read_rows(PreferencePair, path)
         tokenized = self.tokenize(rows)
         report_overlong(label, tokenized.overlong, len(rows), "reward", self.params)
         return tokenized
@@ -211,7 +211,7 @@ def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
     so that the unit of the scores is.
     """
     path = stage_dir(round_, "prepare") / "data/sft_eval.jsonl"
-    return calibration_sample(read_rows(Demonstration, path, f"dvc repro prepare@{round_}"), seed)
+    return calibration_sample(read_rows(Demonstration, path), seed)
 
 
 def write_outputs(

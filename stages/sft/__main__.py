@@ -94,7 +94,6 @@ def main(params: Params, round_: str) -> None:
     check_model_lengths(ASSETS / "model", params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("sft", round_, writes=world.is_main())
-    made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     train, held_out = (
         tokenize(tokenizer, data / f"sft_{part}.jsonl", params, round_)
@@ -102,7 +101,7 @@ def main(params: Params, round_: str) -> None:
     )
     prompt_rows = [
         row
-        for row in read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
+        for row in read_rows(PromptRow, data / "eval_prompts.jsonl")
         for _ in range(params.sft.samples_per_prompt)
     ]
 
@@ -178,7 +177,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase, path: Path, params: Params, round_: str
 ) -> TokenizedRows[Demonstration]:
     """The demonstrations of a file that fit into sft.max_length, with their tokens."""
-    rows = read_rows(Demonstration, path, f"dvc repro prepare@{round_}")
+    rows = read_rows(Demonstration, path)
     tokenized = tokenize_fitting(tokenizer, rows, ["completion"], params, "sft")
     report_overlong(f"sft@{round_}", tokenized.overlong, len(rows), "sft", params)
     return tokenized

@@ -105,7 +105,7 @@ def test_conversations_go_through_every_stage(
     data = Path("rounds/r0/prepare/data")
     frozen = [row["prompt"] for row in read_jsonl(data / "eval_prompts.jsonl", "")]
     assert len(frozen) == 4 and first in frozen
-    rollouts = list(read_rollouts(Path("rounds/r0/ppo/rollouts"), ""))
+    rollouts = list(read_rollouts(Path("rounds/r0/ppo/rollouts")))
     assert len(rollouts) == 8 and all(len(row["prompt"]) == 3 for row in rollouts)
     hashes = {
         json.loads(path.read_text()).get("template_hash")

@@ -45,7 +45,7 @@ def read_champion(path: Path) -> ChampionRecord:
     Raises:
         BadInput: the file is missing or damaged.
     """
-    return read_json_as(ChampionRecord, path, f"dvc repro champion@{path.parent.parent.name}")
+    return read_json_as(ChampionRecord, path)
 
 
 def load_champion(round_: str) -> Champion | None:

@@ -109,17 +109,29 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, made_by: str) -> dict[str, Any]:
+def maker(path: Path) -> str:
+    """The command that makes a file of a stage.
+
+    >>> maker(Path("rounds/r0/sft/model/config.json"))
+    'dvc repro sft@r0'
+    """
+    if made := re.search(r"(?:^|/)(?:rounds|\.rondo/work)/([^/]+)/([^/]+)/", path.as_posix()):
+        return f"dvc repro {made[2]}@{made[1]}"
+    made = re.search(r"(?:^|/)(assets)/(inputs/)?", path.as_posix())
+    return f"dvc repro {'inputs' if made[2] else 'assets'}" if made else "dvc repro"
+
+
+def read_json(path: Path, made_by: str | None = None) -> dict[str, Any]:
     """Read a JSON file, whose value is an object.
 
     Args:
         path: the file.
-        made_by: the command that makes the file, for the error message.
+        made_by: the command that makes the file, for the error message; None: `maker`.
 
     Raises:
         BadInput: the file is missing, damaged, or has no JSON object.
     """
-    return read_object(path, f"run `{made_by}`")
+    return read_object(path, f"run `{made_by or maker(path)}`")
 
 
 def read_object(path: Path, fix: str) -> dict[str, Any]:
@@ -141,24 +153,24 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
+def read_jsonl(path: Path, made_by: str | None = None, growing: bool = False) -> list[Row]:
     """`iter_jsonl` as a list."""
     return list(iter_jsonl(path, made_by, growing))
 
 
-def iter_jsonl(path: Path, made_by: str, growing: bool = False) -> Iterator[Row]:
+def iter_jsonl(path: Path, made_by: str | None = None, growing: bool = False) -> Iterator[Row]:
     """Read the rows of a .jsonl or .jsonl.gz file, one at a time. Blank lines are skipped.
 
     Args:
         path: the file.
-        made_by: the command that makes the file, for the error message.
+        made_by: the command that makes the file, for the error message; None: `maker`.
         growing: whether a stage may be writing the file: then a last line without its end is left
             out.
 
     Raises:
         BadInput: the file is missing or damaged, or a line is no JSON object; names the line.
     """
-    fix = f"run `{made_by}`"
+    fix = f"run `{made_by or maker(path)}`"
     for number, line in read_lines(path, fix):
         if not growing or line.endswith(b"\n"):
             yield _object(line, f"{path}:{number}", fix)

@@ -54,7 +54,7 @@ def read_metrics(round_: str, stage: str) -> Metrics:
         BadInput: the stage has not run.
     """
     path = stage_dir(round_, stage) / "metrics.json"
-    metrics: Metrics = read_json(path, f"dvc repro {stage}@{round_}")
+    metrics: Metrics = read_json(path)
     return metrics
 
 

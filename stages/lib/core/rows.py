@@ -22,7 +22,7 @@ from typing import (
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import iter_jsonl
+from stages.lib.core.files import iter_jsonl, maker
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.core.validation import check_type
 
@@ -196,7 +196,7 @@ AnyRow = TypeVar("AnyRow", bound=Mapping[str, object])
 def read_rows(
     kind: type[AnyRow],
     path: Path,
-    made_by: str,
+    made_by: str | None = None,
     growing: bool = False,
 ) -> list[AnyRow]:
     """Read the rows of a .jsonl or .jsonl.gz file.
@@ -204,7 +204,7 @@ def read_rows(
     Args:
         kind: the rows' type, one of this module.
         path: the file.
-        made_by: the command that makes the file, for the error message.
+        made_by: the command that makes the file, for the error message; None: `maker`.
         growing: see `read_jsonl`.
 
     Raises:
@@ -217,19 +217,20 @@ def read_rows(
 def iter_rows(
     kind: type[AnyRow],
     path: Path,
-    made_by: str,
+    made_by: str | None = None,
     growing: bool = False,
 ) -> Iterator[AnyRow]:
     """`read_rows`, one row at a time."""
     required: frozenset[str] = vars(kind)["__required_keys__"]
     model = _model(kind)
+    fix = f"run `{made_by or maker(path)}` again"
     for number, row in enumerate(iter_jsonl(path, made_by, growing), 1):
         if missing := required - row.keys():
             raise BadInput(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
-                f"{kind.__name__} has; run `{made_by}` again"
+                f"{kind.__name__} has; {fix}"
             )
-        check_type(model, row, f"{path}: row {number}", f"run `{made_by}` again")
+        check_type(model, row, f"{path}: row {number}", fix)
         yield cast(AnyRow, row)
 
 

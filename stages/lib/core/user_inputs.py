@@ -156,7 +156,7 @@ def _files_in(path: Path) -> Iterator[Path]:
 def recorded_hashes(kind: str) -> Hashes | None:
     """The hashes that the stage `inputs` wrote; None if it never ran."""
     path = INPUTS / f"{kind}.json"
-    return read_json_as(Hashes, path, "dvc repro inputs") if path.exists() else None
+    return read_json_as(Hashes, path) if path.exists() else None
 
 
 def are_recorded(hashes: dict[str, Hashes]) -> bool:

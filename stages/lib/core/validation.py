@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
-from stages.lib.core.files import read_json
+from stages.lib.core.files import maker, read_json
 from stages.lib.core.reading import check_characters, parse_json, read_lines
 
 # A text that can be written to a file: an argument of the command line may be no UTF-8
@@ -76,18 +76,19 @@ def validate_row(kind: type[Model], row: Any, location: str, fix: str) -> Model:
 Value = TypeVar("Value")
 
 
-def read_json_as(kind: type[Value], path: Path, made_by: str) -> Value:
+def read_json_as(kind: type[Value], path: Path, made_by: str | None = None) -> Value:
     """Read a JSON file that Rondo has written, as a value of a type.
 
     Args:
         kind: any type that pydantic knows.
         path: the file.
-        made_by: the command that makes the file, for the error message.
+        made_by: the command that makes the file, for the error message; None: `maker`.
 
     Raises:
         BadInput: the file is missing or damaged, or its value has another type; names the key.
     """
-    return check_type(kind, read_json(path, made_by), str(path), f"run `{made_by}` again")
+    fix = f"run `{made_by or maker(path)}` again"
+    return check_type(kind, read_json(path, made_by), str(path), fix)
 
 
 def check_type(kind: type[Value], value: Any, where: str, fix: str) -> Value:

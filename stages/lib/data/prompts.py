@@ -257,7 +257,7 @@ def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFor
     Raises:
         BadInput: `template_hash` of the manifest differs from that of tokenizer and format.
     """
-    made_with = read_json(manifest_path, "dvc repro").get("template_hash")
+    made_with = read_json(manifest_path).get("template_hash")
     now = template_hash(tokenizer, prompt_format)
     if made_with != now:
         raise BadInput(

@@ -85,17 +85,16 @@ class RolloutLog:
             os.fsync(stream.fileno())  # before the resume state that refers to these rows
 
 
-def read_rollouts(folder: Path, made_by: str) -> Iterator[RolloutRow]:
+def read_rollouts(folder: Path) -> Iterator[RolloutRow]:
     """Read all rows one at a time, in the order in which they were appended: a long run has
     millions.
 
     Args:
         folder: the folder of the log.
-        made_by: the command that makes the log, for the error message.
 
     Raises:
         BadInput: there is no log.
     """
     paths = sorted(folder.glob("*.jsonl.gz")) or [folder / "00001.jsonl.gz"]
     for path in paths:
-        yield from iter_rows(RolloutRow, path, made_by)
+        yield from iter_rows(RolloutRow, path)

@@ -68,7 +68,7 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         return MainProcessJudge(lambda: EndpointJudge(endpoint, key=key))
     if named == FLUENCY:
         data = stage_dir(round_, "prepare") / "data"
-        people = read_rows(Demonstration, data / "sft_eval.jsonl", f"dvc repro prepare@{round_}")
+        people = read_rows(Demonstration, data / "sft_eval.jsonl")
         tokenizer = load_tokenizer(ASSETS / "model")
         nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
         return PointwiseJudge(named, garbledness(nll, people), 0.0)

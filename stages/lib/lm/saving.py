@@ -57,7 +57,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Save a PeftModel's adapter, with the same bytes in every process."""
     model.save_pretrained(folder)
     path = folder / "adapter_config.json"
-    config = read_json(path, "dvc repro")
+    config = read_json(path)
     # peft writes a set in any order, and DVC would see a different adapter.
     if isinstance(config.get("target_modules"), list):
         config["target_modules"] = sorted(config["target_modules"])

@@ -44,7 +44,7 @@ class TokenizedPair(TypedDict):
 def train(context: TrainingContext) -> PolicyCallback:
     round_ = context.recorder.round
     path = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
-    rows = read_rows(PreferencePair, path, f"dvc repro annotate@{round_}")
+    rows = read_rows(PreferencePair, path)
     callback = DpoCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)

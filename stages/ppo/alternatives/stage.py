@@ -55,7 +55,7 @@ def load_prompts(params: Params, round_: str) -> Prompts:
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    rows = read_rows(TrainingPrompt, prompts_path(round_), f"dvc repro prepare@{round_}")
+    rows = read_rows(TrainingPrompt, prompts_path(round_))
     rewards = load_rewards(params)
     rewards.check_columns(rows)
     return Prompts(tokenizer, *make_episodes(rows, tokenizer, params), rewards)

@@ -124,7 +124,7 @@ class NemoRlJob(EngineJob):
 
     def score_scale(self) -> Overrides:
         """Calibration and clip: what maps mean -+ clip * std to -+ clip."""
-        model = read_json(self.reward / "config.json", "dvc repro reward")
+        model = read_json(self.reward / "config.json")
         clip = self.params.ppo.score_clip
         return {
             "ppo.reward_scaling.enabled": True,

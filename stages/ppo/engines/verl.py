@@ -102,7 +102,7 @@ class VerlJob(EngineJob):
                 for index, row in enumerate(rows)
             ]
         ).to_parquet(str(self.prompts))
-        ppo, model = self.params.ppo, read_json(self.reward / "config.json", "dvc repro reward")
+        ppo, model = self.params.ppo, read_json(self.reward / "config.json")
         numbers = {
             "model": str(self.reward),
             "mean": model["mean"],

@@ -67,7 +67,7 @@ def test_the_answers_of_the_data_reach_functions_and_servers(params, server, cap
         assert row["columns"] == {"answer": str(solve(row["prompt"]))}
 
     ppo(params, "r0")
-    rows = list(read_rollouts(Path("rounds/r0/ppo/rollouts"), ""))
+    rows = list(read_rollouts(Path("rounds/r0/ppo/rollouts")))
     assert len(rows) == 6
     reason = "1 of 4 rewards failed, ppo.rewards far: returned None, not a finite number"
     assert capsys.readouterr().out.count(reason) == 2

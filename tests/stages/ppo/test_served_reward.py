@@ -70,7 +70,7 @@ def test_ppo_trains_on_the_services_scores_and_loads_no_reward_model(
 
     monkeypatch.setattr(roles, "load_reward_model", refuse)
     ppo(with_url(local, url, score_clip=1.0, missing_eos_penalty=0.25), "r0")
-    rows = list(read_rollouts(Path("rounds/r0/ppo/rollouts"), ""))
+    rows = list(read_rollouts(Path("rounds/r0/ppo/rollouts")))
     assert len(rows) == 8
     scores = service.scorer([row["prompt"] for row in rows], [row["response"] for row in rows])
     assert [row["score"] for row in rows] == pytest.approx(scores, abs=1e-3)  # rounded in the file
@@ -135,4 +135,4 @@ def test_the_token_goes_to_the_servers_that_pyproject_lists(local, service, monk
             f'[tool.rondo.api_keys]\nRONDO_REWARD_TOKEN = ["{url}"]\n'
         )
         ppo(with_url(local, url), "r0")
-    assert len(list(read_rollouts(Path("rounds/r0/ppo/rollouts"), ""))) == 8
+    assert len(list(read_rollouts(Path("rounds/r0/ppo/rollouts")))) == 8

@@ -112,7 +112,7 @@ def launch_on_cluster(
     job.record.unlink()  # only of a job that may still run is the cluster's address needed
     if result.status == "SUCCEEDED":
         return 0
-    ended = read_json(end, "dvc repro") if end.exists() else {}
+    ended = read_json(end) if end.exists() else {}
     if (code := ended.get("code", 0)) < 0:
         raise ended_by_signal(ended["rank"], processes, signal.Signals(-code))
     if code:

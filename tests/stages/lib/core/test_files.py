@@ -102,3 +102,22 @@ def test_recorder_keeps_the_clock_in_a_file_of_its_own(
     assert json.loads(Path("rounds/r0/sft/metrics.json").read_text()) == {"loss_after": 1.5}
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("[sft@r0] step 1/4  eta 0:0") and first.endswith("loss 2")
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("rounds/r0/sft/manifest.json", "dvc repro sft@r0"),
+        ("/home/me/rondo/rounds/r10/ppo/rollouts/00001.jsonl.gz", "dvc repro ppo@r10"),
+        (".rondo/work/r1/evaluate/params.json", "dvc repro evaluate@r1"),
+        ("assets/model/config.json", "dvc repro assets"),
+        ("assets/inputs/data.json", "dvc repro inputs"),
+        ("elsewhere/rows.jsonl", "dvc repro"),
+    ],
+)
+def test_a_missing_file_names_the_stage_that_makes_it(
+    path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=f"run `{command}`"):
+        read_json(Path(path))

@@ -32,7 +32,7 @@ def test_appends_make_one_file_until_it_is_full(tmp_path):
     log.append(rows(1, 2))
     log.append(rows(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00001.jsonl.gz", "00002.jsonl.gz"]
-    assert list(read_rollouts(tmp_path, "")) == rows(1, 2, 3)
+    assert list(read_rollouts(tmp_path)) == rows(1, 2, 3)
     with gzip.open(tmp_path / "00001.jsonl.gz", "rt") as lines:
         assert [json.loads(line) for line in lines] == rows(1, 2)
 
@@ -69,14 +69,14 @@ def test_a_log_that_is_shorter_than_its_saved_position_is_refused(tmp_path):
 
 def test_a_missing_log_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(BadInput, match="dvc repro ppo@r0"):
-        list(read_rollouts(tmp_path, "dvc repro ppo@r0"))
+        list(read_rollouts(tmp_path / "rounds/r0/ppo/rollouts"))
 
 
 def test_rows_are_read_one_at_a_time(tmp_path):
     log = RolloutLog(tmp_path, full=1)
     log.append(rows(1))
     log.append([{"update": 2}])
-    reading = read_rollouts(tmp_path, "dvc repro ppo@r0")
+    reading = read_rollouts(tmp_path)
     assert next(reading) == rows(1)[0]
     with pytest.raises(BadInput, match=r"00002\.jsonl\.gz: row 1 has no finish_reason"):
         next(reading)

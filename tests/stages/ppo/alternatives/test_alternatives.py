@@ -68,7 +68,7 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert [row["step"] for row in steps if "validation_judge_score" in row] == [2, 4]
     assert steps[-1]["validation_kl"] != 0.0
-    rollouts = list(read_rollouts(FOLDER / "rollouts", ""))
+    rollouts = list(read_rollouts(FOLDER / "rollouts"))
     kept = [row for row in rollouts if row["update"] == 2]
     columns = {"id", "prompt", "response", "score", "kl", "judge_score", "finish_reason", "length"}
     assert kept and columns <= kept[-1].keys()
@@ -120,7 +120,7 @@ def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params,
     assert (FOLDER / "policy/model.safetensors").exists() and (
         FOLDER / "checkpoints/step_00002/model.safetensors"
     ).exists()
-    first, *_ = read_rollouts(FOLDER / "rollouts", "")
+    first, *_ = read_rollouts(FOLDER / "rollouts")
     assert first["kl"] == 0.0
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["validation_kl"] != 0.0

@@ -74,7 +74,7 @@ def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
         weights = load_file(folder / path / "model.safetensors")
         assert all(checkpoint[name].equal(weight) for name, weight in weights.items())
     assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
-    assert {row["update"] for row in list(read_rollouts(FOLDER / "rollouts", ""))} == {0, 5}
+    assert {row["update"] for row in list(read_rollouts(FOLDER / "rollouts"))} == {0, 5}
     assert load_tokenizer(FOLDER / "policy").vocab_size
     assert jobs() == ["SUCCEEDED"]
     output = capsys.readouterr().out

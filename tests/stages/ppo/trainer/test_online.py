@@ -142,7 +142,7 @@ def test_an_update_takes_as_many_steps_on_a_batch_as_in_ppo(make_params, algorit
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-6) and steps[-1]["kl"] != 0.0
-    rollouts = list(read_rollouts(FOLDER / "rollouts", ""))
+    rollouts = list(read_rollouts(FOLDER / "rollouts"))
     by_update = {
         update: list(rows) for update, rows in groupby(rollouts, lambda row: row["update"])
     }
