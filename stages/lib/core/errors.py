@@ -64,11 +64,17 @@ STORAGE_ADVICE = {
 }
 # how Python and libraries in Rust (safetensors) print an errno
 PRINTED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+PRINTED_BY_SQLITE = {
+    "database or disk is full": errno.ENOSPC,
+    "attempt to write a readonly database": errno.EROFS,
+    "disk I/O error": errno.EIO,
+}
 
 
 def storage_advice(text: str) -> str | None:
     """The next step after a disk's error in a message of Python or a library; None: it has none."""
-    numbers = (int(first or second) for first, second in PRINTED_ERRNO.findall(text))
+    numbers = [int(first or second) for first, second in PRINTED_ERRNO.findall(text)]
+    numbers += [number for words, number in PRINTED_BY_SQLITE.items() if words in text]
     return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
 
 

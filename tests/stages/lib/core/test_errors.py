@@ -1,6 +1,7 @@
 import errno
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 
@@ -36,6 +37,9 @@ def raised_by(error: Exception, cause: BaseException | None) -> Exception:
         (OSError(errno.EIO, "Input/output error", "x"), ("'x'", "dmesg")),
         # as safetensors prints it
         (SafetensorError("I/O error: No space left on device (os error 28)"), ("`df -i`",)),
+        # DVC keeps hashes in SQLite
+        (sqlite3.OperationalError("database or disk is full"), ("`df -i`",)),
+        (sqlite3.OperationalError("disk I/O error"), ("dmesg",)),
         # torch.save raises another error than the stream that it writes to
         (raised_by(RuntimeError("unexpected pos 64 vs 0"), FULL), ("[Errno 28]", "`rondo gc`")),
     ],
