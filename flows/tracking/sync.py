@@ -157,8 +157,10 @@ def _lacking(store: MlflowStore, folder: Path) -> list[tuple[Path, str]]:
 
 
 def _records(folder: Path) -> list[Path]:
-    """The records of a run in the order in which they were written."""
-    return sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    """The records of a run: its own, which has its start, then its stages' as they were written."""
+    return sorted(
+        folder.glob("*.json"), key=lambda path: (path.stem != PIPELINE, path.stat().st_mtime_ns)
+    )
 
 
 def _state(folder: Path, local: bool) -> str:

@@ -172,7 +172,7 @@ def refusing_proxy(target: str, refused: dict[str, tuple[int, str]]) -> Iterator
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST = do_PATCH = do_DELETE = answer
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
 
         def log_message(self, *_: object) -> None:
             pass

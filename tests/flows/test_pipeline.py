@@ -179,7 +179,7 @@ def test_only_stages_that_compute_wait_for_a_slot(
     assert "[gate_sft@r0] ran" in log and "waiting" not in log
 
     run = start_rondo(finished_project, "run", "--set", "seed=1", PREFECT_API_URL=api)
-    waiting = read_until(run, "waiting: other runs use 1 of 1 slots")
+    waiting = read_until(run, "waiting for a slot of rondo-compute")
     assert "step" not in waiting
     request(f"{api}/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
     stdout, stderr = run.communicate(timeout=600)

@@ -131,31 +131,42 @@ def parse_yaml(text: str) -> Any:
         ValueError: it is not YAML, has a key twice, is nested too deeply, or is too large with its
             aliases written out. Names the line, from 1.
     """
-    loader = YAML(typ="safe")  # libyaml's parser: the pure one takes a second for dvc.lock
-    loader.Constructor = _Constructor
     try:
-        _check_size(text)
-        value = loader.load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        problem = str(error.problem or error.context)
-        if isinstance(error, DuplicateKeyError):
-            problem = f"{problem.partition(' with value ')[0]:.80}"
-        raise ValueError(f"{where}{problem}") from None
+        value = _load(text)  # libyaml's parser: the pure one takes a second for dvc.lock
     except YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        try:
+            value = _load(text, pure=True)  # which also takes `{function: module:name}`
+        except YAMLError:
+            raise ValueError(_message(error)) from None
     _check_depth(value)
     return value
 
 
-def _check_size(text: str) -> None:
+def _message(error: YAMLError) -> str:
+    if not isinstance(error, MarkedYAMLError):
+        return " ".join(str(error).split())
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}: " if mark else ""
+    problem = str(error.problem or error.context)
+    if isinstance(error, DuplicateKeyError):
+        problem = f"{problem.partition(' with value ')[0]:.80}"
+    return f"{where}{problem}"
+
+
+def _load(text: str, pure: bool = False) -> Any:
+    loader = YAML(typ="safe", pure=pure)
+    loader.Constructor = _Constructor
+    _check_size(text, pure)
+    return loader.load(text)
+
+
+def _check_size(text: str, pure: bool) -> None:
     """libyaml's own recursion has no limit: a document of 200,000 brackets ends the process. With
     aliases, a small document can be large or endless.
     """
     counts, anchors = [0], [None]  # of the document and the collections that are open
     sizes: dict[str | None, int] = {}  # of those with an anchor, with their aliases written out
-    for event in YAML(typ="safe").parse(text):
+    for event in YAML(typ="safe", pure=pure).parse(text):
         if isinstance(event, CollectionStartEvent):
             counts.append(1)
             anchors.append(event.anchor)

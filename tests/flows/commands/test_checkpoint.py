@@ -56,6 +56,8 @@ def folder(
 
 def run_ppo(folder: Path) -> None:
     """A git and DVC project in this folder whose PPO has run."""
+    prompts = folder / "rounds/r0/prepare/data/eval_prompts.jsonl"
+    write_jsonl(prompts, [{"id": "p", "prompt": "The dinner"}])
     (folder / "params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
     (folder / ".gitignore").write_text("/rounds\n")
     make = (
