@@ -25,7 +25,7 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import write_json, write_jsonl, write_text
-from stages.lib.core.params import Params
+from stages.lib.core.params import check_params
 from tests.servers import NOWHERE, request
 
 STEP = "rounds/r0/ppo/checkpoints/step_00009"
@@ -56,9 +56,8 @@ def folder(
 
 def run_ppo(folder: Path) -> None:
     """A git and DVC project in this folder whose PPO has run."""
-    prompts = folder / "rounds/r0/prepare/data/eval_prompts.jsonl"
-    write_jsonl(prompts, [{"id": "p", "prompt": "The dinner"}])
-    (folder / "params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
+    params = check_params({"mlflow": {"upload": []}}, "test")  # there is no SFT model
+    (folder / "params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     (folder / ".gitignore").write_text("/rounds\n")
     make = (
         f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); "
@@ -82,7 +81,7 @@ def write_report(path: str = STEP, evaluation: str = "e1") -> Path:
     models = {
         "sft": {"kl": 0.0},
         "ppo": {"kl": 5.0},
-        "checkpoint": {"kl": 6.5, "judge_score": 0.75},
+        "checkpoint": {"kl": 6.5, "kl_per_token": 0.5, "judge_score": 0.75},
     }
     write_json(
         report,
@@ -113,6 +112,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     (model,) = models(shared_database, folder.name)
     assert numbers(model) == {
         "kl": 6.5,
+        "kl_per_token": 0.5,
         "judge_score": 0.75,
         "win_rate": 0.9,
         "win_rate_low": 0.85,
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
         "e2",
     }
     with pytest.raises(SystemExit):
-        cli.main(["best", "--kl", "7"])
+        cli.main(["best", "--kl", "0.6"])
     assert (
         f"{folder.name}:r0, win rate 0.900 [0.850, 0.950]; its weights are in {STEP}"
         in capsys.readouterr().out
