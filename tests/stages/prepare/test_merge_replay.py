@@ -81,7 +81,7 @@ def test_a_replayed_row_with_a_held_out_text_is_refused(tmp_path: Path) -> None:
         {"id": "b0", "prompt": "Count", "completion": " on"},
         {"id": "b1", "prompt": "Count", "completion": leaking},
     ]
-    replay(tmp_path, {"sft": rows})
-    message = r"sft\.jsonl:2 and held-out e-8: “one two .*thirteen”.*`dvc repro replay@"
+    replay(tmp_path / "rounds/r0", {"sft": rows})
+    message = r"sft\.jsonl:2 and held-out e-8: “one two .*thirteen”.*`dvc repro replay@r0`"
     with pytest.raises(BadInput, match=rf"(?s)1 training rows.*{message}"):
-        merge_replay(TRAIN, HELD_OUT, tmp_path, 0.25, 0.9)
+        merge_replay(TRAIN, HELD_OUT, tmp_path / "rounds/r0", 0.25, 0.9)
