@@ -19,7 +19,7 @@ mapfile -t settings < <("$rondo_python" -c "$print_settings")
 if [ ! -x "$trl_python" ]; then
     "$rondo_python" -m venv .rondo/trl
     shared='torch|transformers|peft|datasets|accelerate|tokenizers|safetensors|numpy|pandas|pyarrow'
-    shared="$shared|scipy|pydantic|PyYAML|requests|vaderSentiment|openai|scikit-learn"
+    shared="$shared|scipy|pydantic|ruamel\.yaml|ruamel\.yaml\.clib|requests|vaderSentiment|openai|scikit-learn"
     grep -E "^($shared)==" requirements.lock > .rondo/trl.lock
     "$trl_python" -m pip install --quiet -r .rondo/trl.lock trl==1.12.0
 fi

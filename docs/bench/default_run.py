@@ -7,7 +7,6 @@ tests/test_readme.py compares the files with what this prints, so that they cann
 """
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from typing import Any
 from flows.core.locks import current_locks
 from flows.core.tables import render_text
 from flows.report import summary
+from stages.lib.core.recorder import read_metrics
 
 ROUNDS = ("r0", "r1")
 MARKERS = "<!-- default run -->\n", "<!-- end -->"
-
-
-def read_metrics(round_: str, stage: str) -> dict[str, Any]:
-    return dict(json.loads(Path(f"rounds/{round_}/{stage}/metrics.json").read_text()))
 
 
 def answer(low: float, high: float) -> str:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from curve import REWARD, SFT, episodes
 from random_texts import random_texts
 from transformers import TrainerCallback
 from trl_trainers import reward_trainer, sft_trainer
@@ -155,15 +156,10 @@ def train_reward(
 
 def ppo_by_rondo(size: Size, params: Params) -> dict[str, Any]:
     """PPO updates on the run's models; tokens are those of prompts and responses."""
-    from stages.lib.core.files import read_jsonl
-    from stages.ppo.common.episodes import make_episodes
-
     os.chdir(PROJECT)
     setup_torch(params)
-    rows: Any = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "")
-    folders = [Path(f"rounds/{ROUND}/{stage}/model") for stage in ("sft", "reward")]
-    roles, times, tokens = load_roles(params, *folders), StepTimes(), 0
-    train_on, _ = make_episodes(rows, roles.tokenizer, params)
+    roles, times, tokens = load_roles(params, SFT, REWARD), StepTimes(), 0
+    train_on, _ = episodes(params, roles.tokenizer)
     trainer = PpoTrainer(roles, train_on, params.ppo, params.seed)
     times.note()
     rates = []

@@ -110,7 +110,7 @@ def main() -> None:
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
     for phase, owner, name in (
         ("generate", roles, "sample"),
-        ("score", trainer, "forward"),
+        ("score", roles, "forward"),
         ("learn", trainer, "optimize"),
     ):
         setattr(owner, name, clock.timed(phase, getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""Texts of random tokens, for gpu_trainers.py."""
+"""Texts of random tokens, for gpu_trainers.py and gpu_passes.py."""
 
 import torch
 

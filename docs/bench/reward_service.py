@@ -132,7 +132,7 @@ def main(round_: str, seconds: float) -> None:
     if not all(isinstance(prompt, str) for prompt, _ in texts):
         raise SystemExit("prompts with messages: expected a task whose prompts are texts")
     command = [sys.executable, "-m", "flows.cli", "serve-reward", round_, "--port", "0"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None
     try:
