@@ -29,6 +29,7 @@ app = App(
     version_flags=[],
     default_parameter=Parameter(negative=()),
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # main() reports it
 )
 app.command(
     "flows.commands.badcases:app",
@@ -216,11 +217,13 @@ def status() -> None:
 @app.command
 def sync() -> None:
     """Send MLflow what it lacks of all runs that were recorded here."""
-    from flows.tracking.sync import send_all
+    from flows.tracking.sync import send_all, unsent
 
-    for line in send_all(HOME.resolve(), print):
+    home = HOME.resolve()
+    for line in send_all(home, print):
         print(f"sent: {line}")
-    print("MLflow has all recorded runs")
+    if not unsent(home):
+        print("MLflow has all recorded runs")
 
 
 @app.command

@@ -208,7 +208,7 @@ def test_a_trainer_of_trl_ends_and_resumes_in_two_processes(small_round):
     undisturbed = outputs()
     assert json.loads(undisturbed["manifest.json"])["algorithm"] == "dpo"
     delete_everything()
-    kill_one_of_two(1)
+    kill_one_of_two(2)  # the state after the first update is saved
     delete_outputs()
     assert "resumes from here" in run_to_the_end()
     assert outputs() == undisturbed
