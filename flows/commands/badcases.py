@@ -42,12 +42,7 @@ SHOWN_CHARACTERS = 60  # of a response in the list
 OUTCOMES = {1.0: "wins", 0.5: "ties", 0.0: "loses"}
 
 
-app = App(
-    name="badcases",
-    help="List failed responses and their states; add yours.",
-    help_format="markdown",
-    default_parameter=Parameter(negative=()),
-)
+app = App(name="badcases")  # flows/cli.py has its help and its options
 Round = Annotated[str | None, Parameter(name="--round")]
 
 

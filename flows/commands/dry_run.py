@@ -7,9 +7,9 @@ from typing import Any
 
 from flows.core.addresses import split_address
 from flows.core.config import KEEP, changes_of_params, one_more_round
-from flows.core.locks import LOCK
+from flows.core.locks import read_locks
 from flows.execution import dvc_stages, needs
-from flows.execution.history import open_rounds, read_entries, resolve_run
+from flows.execution.history import open_rounds, resolve_run
 from stages.gate.verdict import look_up
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
@@ -80,7 +80,7 @@ def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
     """
     rounds = list(dict.fromkeys(split_address(address)[1] for address in addresses))
     graph, status = dvc_stages.graph_and_changes(rounds)
-    entries, values = read_entries(LOCK), params.model_dump(mode="json")
+    entries, values = read_locks(), params.model_dump(mode="json")
     new_inputs = {
         str(INPUTS / f"{kind}.json")
         for kind, hashes in input_hashes(params).items()

@@ -1,7 +1,6 @@
 """`rondo gc`: give disk back."""
 
 import logging
-import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from flows.core.run_locks import RUNS, is_free
-from flows.core.services import TRACKING_URI
 from flows.execution.dvc_stages import open_repo, remove_state
 from flows.execution.worktree import (
     WORKING_TREE_LOCK,
@@ -89,7 +87,7 @@ def _age(path: Path) -> float:
 def _check_cache_is_free(home: Path) -> None:
     if not all(map(is_free, (home / RUNS).glob("*.lock"))):
         raise BadInput("a run is running: its results are not recorded yet; wait for its end")
-    lacking = sync.unsent(home, not os.environ.get(TRACKING_URI))
+    lacking = sync.unsent(home)
     if lacking and store_uri(home) != OFF:
         raise BadInput(
             f"MLflow lacks records or models of {len(lacking)} runs, whose files may be in DVC's "

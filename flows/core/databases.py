@@ -5,7 +5,6 @@ Both servers make the tables of a new database in about a hundred migrations, so
 commits. Neither can open a database in which it was killed between two of them.
 """
 
-import errno
 import os
 import sqlite3
 import sys
@@ -16,14 +15,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from stages.lib.core.errors import BadInput, chain_of, print_failure
+from stages.lib.core.errors import PRINTED_BY_SQLITE, BadInput, chain_of, print_failure
 from stages.lib.core.files import rename
-
-ERRNO = {  # of the disk's errors that SQLite reports by numbers of its own
-    sqlite3.SQLITE_FULL: errno.ENOSPC,
-    sqlite3.SQLITE_IOERR: errno.EIO,
-    sqlite3.SQLITE_READONLY: errno.EROFS,
-}
 
 
 def make_database(path: Path, make: Callable[[Path], None]) -> None:
@@ -82,8 +75,8 @@ def without_fsync(path: Path) -> Iterator[None]:
 
 def _errno(error: Exception) -> int | None:
     """Of an error of the disk that SQLite met; None for other errors."""
-    codes = (getattr(cause, "sqlite_errorcode", 0) & 0xFF for cause in chain_of(error))
-    return next((ERRNO[code] for code in codes if code in ERRNO), None)
+    text = " ".join(map(str, chain_of(error)))
+    return next((number for words, number in PRINTED_BY_SQLITE.items() if words in text), None)
 
 
 def make_or_exit(path: Path, make: Callable[[Path], None], server: str) -> None:

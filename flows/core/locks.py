@@ -37,7 +37,15 @@ class LockFile(BaseModel):
 
 def read_locks() -> dict[str, dict[str, Any]]:
     """The entries by address."""
-    return _read(LOCK)
+    if not LOCK.exists():
+        return {}
+    fix = (
+        f"restore it, e.g. with `git checkout {LOCK}`, or delete it: `rondo run` makes it again, "
+        "from DVC's cache"
+    )
+    values = read_yaml(LOCK, fix)
+    check_type(LockFile, values, str(LOCK), fix)
+    return dict(values["stages"])
 
 
 def current_locks(unfinished: Collection[str] = ()) -> dict[str, dict[str, Any]]:
@@ -51,7 +59,7 @@ def current_locks(unfinished: Collection[str] = ()) -> dict[str, dict[str, Any]]
     Args:
         unfinished: stages that a run had to run, and did not.
     """
-    locks = _read(LOCK)
+    locks = read_locks()
     ended, md5s = ended_names(), outputs(locks)
     makers = {out["path"]: address for address in locks for out in locks[address].get("outs", [])}
     stale = {
@@ -109,12 +117,12 @@ def is_here(lock: Mapping[str, Any]) -> bool:
 
 def read_lock(address: str) -> dict[str, Any]:
     """The entry of a stage; empty if there is none."""
-    return _read(LOCK).get(address, {})
+    return read_locks().get(address, {})
 
 
 def digests(round_: str) -> dict[str, str]:
     """md5 of the models of a round (base, SFT, reward, policy) by path."""
-    entries = _read(LOCK)
+    entries = read_locks()
     stages = ("sft", "reward", "ppo")
     return {
         out["path"]: out["md5"]
@@ -126,14 +134,3 @@ def digests(round_: str) -> dict[str, str]:
 def digest_of(path: str, known: Mapping[str, str]) -> str:
     """A model's md5; if DVC tracks only its parent folder, that folder's; else empty."""
     return known.get(path) or known.get(str(Path(path).parent), "")
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    fix = f"restore it, e.g. with `git checkout {path}`"
-    if path == LOCK:
-        fix += ", or delete it: `rondo run` makes it again, from DVC's cache"
-    values = read_yaml(path, fix)
-    check_type(LockFile, values, str(path), fix)
-    return dict(values["stages"])

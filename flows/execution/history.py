@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from flows.core.addresses import split_address
 from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, resolve, write_params
-from flows.core.locks import LOCK, METRICS, has_read, outputs
+from flows.core.locks import METRICS, has_read, outputs, read_locks
 from flows.core.verdicts import failed_values, read_gate
 from flows.execution.dvc_stages import open_repo
 from stages.gate.approvals import read_approval
@@ -44,9 +44,10 @@ def rounds_to_end(params: Params, preset: str, rerun: Collection[str]) -> list[s
     if preset != KEEP or ALL in rerun:
         return []
     *earlier, last = params.rounds
+    begun = load_params().rounds  # dvc.lock also has rounds that params.yaml has dropped
 
     def is_over(name: str) -> bool:
-        return name not in rerun and (has_ended(name) or is_complete(name))
+        return name not in rerun and (has_ended(name) or (name in begun and is_complete(name)))
 
     ended = list(takewhile(is_over, earlier))
     if ended == earlier and last not in rerun and has_ended(last):
@@ -83,7 +84,7 @@ def is_complete(round_: str) -> bool:
     The promotion gate may have failed, if no decision of a person waits for it. In a clone without
     the outputs, dvc.lock alone does not make a round complete.
     """
-    locks, stages = _read_locks(), _read_yaml(Path("dvc.yaml"))["stages"]
+    locks, stages = _read_locks(), read_yaml(Path("dvc.yaml"), "correct it")["stages"]
     addresses = [
         f"{name}@{round_}"
         for name, stage in stages.items()
@@ -204,22 +205,13 @@ def _read_locks() -> Locks:
     """The entries of dvc.lock, without those of promotion gates that have failed since: DVC leaves
     the entry of the last time that the gate passed, with the settings of that run.
     """
-    locks = read_entries(LOCK)
+    locks = read_locks()
     md5s = outputs(locks)
     return {
         address: lock
         for address, lock in locks.items()
         if split_address(address)[0] != LAST_GATE or has_read(lock, md5s)
     }
-
-
-def read_entries(path: Path) -> Locks:
-    """The entries of dvc.lock, with numbers as DVC reads them."""
-    return dict(_read_yaml(path)["stages"]) if path.exists() else {}
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return dict(read_yaml(path, f"restore it, e.g. with `git checkout {path}`"))
 
 
 def _yaml_text(values: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from stages.lib.core.params.shared import Dtype, LoraParams, TrainParams
 
 TRAINED_BYTES = 16  # per trained weight: weight, gradient, two moments, in float32
 FLOAT = 4
-CACHE = 0.25  # of a GPU: keys and values while a stage samples, at most (docs/ppo.md)
+CACHE = 0.25  # of a GPU: keys and values while a stage samples, at most: GPU_CACHE_SHARE
 SMALLER = (
     "choose a smaller assets.model or a machine with more memory, lower reward.ensemble, or train "
     "adapters (lora.r above 0) instead of all weights"

@@ -18,10 +18,11 @@ from flows.execution.model_shape import ModelShape, read_shape
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import WORK, read_json, work_dir
 from stages.lib.core.params import SHARED, Params
-from stages.lib.core.params.policy import Algorithm, Engine
+from stages.lib.core.params.policy import OFFLINE, Algorithm, Engine
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.ram import ram_bytes
 from stages.lib.core.ray.cluster import RayCluster
+from stages.ppo.common.episodes import planned_updates
 from stages.ppo.engines.check import check_on_cluster
 from stages.ppo.engines.job import check_installed
 
@@ -46,9 +47,10 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     if not waiting:
         log(f"to do: nothing; all {len(addresses)} stages are up to date")
         return
+    rounds = {split_address(name)[1] for name in addresses} - {""}
     log(
-        f"to do: {len(waiting)} of {len(addresses)} stages of {len(params.rounds)} round(s); "
-        "the others are up to date"
+        f"to do: {len(waiting)} of {len(addresses)} stages of {len(rounds)} round(s); the others "
+        "are up to date"
     )
     with bookkeeping("reading the time of earlier runs", log):
         log_times([address for address in addresses if address in waiting], log)
@@ -135,9 +137,7 @@ def check_disk(params: Params, waiting: set[str], shape: ModelShape, log: LogLin
     model, ppo = float(shape.weights * memory.bytes_per_weight(params)), params.ppo
     copies = 1 if _cache_is_linked() else 2
     uploaded = set() if os.environ.get(TRACKING_URI) else set(params.mlflow.upload)
-    has_rollouts = params.algorithm not in (Algorithm.dpo, Algorithm.best_of_n)
-    updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or ppo.total_episodes)
-    checkpoints = updates // ppo.save_updates if has_rollouts else 0
+    checkpoints = 0 if params.algorithm in OFFLINE else planned_updates(ppo) // ppo.save_updates
     trained = [ppo.lora, *([ppo.critic_lora] if params.algorithm is Algorithm.ppo else [])]
     policy, *critic = (
         float(shape.adapter_weights(lora) * ADAPTER_BYTES) if lora.r else model for lora in trained

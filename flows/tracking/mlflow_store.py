@@ -32,6 +32,7 @@ from mlflow.entities import (
 from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, ErrorCode
+from mlflow.utils import get_results_from_paginated_fn
 from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
     MLFLOW_MODEL_IS_EXTERNAL,
@@ -79,6 +80,7 @@ EVALUATION = ("evaluation_id", "lineage")  # tags of a record, for the models of
 MODEL_TAGS = ("round", "seed", "revision", "preset", PROJECT)  # of a record, for its models
 # Tags: the pipeline run, the stage, and a hash of the record that MLflow has completely
 RUN, ADDRESS, RECORD = "rondo.run", "rondo.address", "rondo.record"
+PAGE = 100  # runs or models of one request
 PIPELINE = "pipeline"  # the address of a pipeline run
 ENDED = ("FINISHED", "FAILED", "KILLED")
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -102,6 +104,8 @@ def connect(uri: str) -> MlflowClient:
     # processes, would take it for the user's choice.
     if user_uri is None:
         os.environ.pop(TRACKING_URI, None)
+    else:
+        os.environ[TRACKING_URI] = user_uri
     try:
         client = MlflowClient(uri)
     except (MlflowException, ImportError) as error:  # of the address: nothing was requested yet
@@ -175,14 +179,13 @@ class MlflowStore:
 
     def runs_of(self, run: str) -> dict[str, Run]:
         """The MLflow runs of a pipeline run by address; its own has the empty one."""
-        matches: list[Run] = []
-        token = None
-        while token != "":
-            page = self.client.search_runs(
-                [self.experiment], f"tags.`{RUN}` = '{run}'", page_token=token
-            )
-            matches += page
-            token = page.token or ""
+        query = f"tags.`{RUN}` = '{run}'"
+        matches: list[Run] = get_results_from_paginated_fn(
+            lambda number, token: self.client.search_runs(
+                [self.experiment], query, max_results=number, page_token=token
+            ),
+            PAGE,
+        )
         runs = {one.data.tags[ADDRESS].removeprefix(PIPELINE): one for one in matches}
         self.runs |= {(run, address): one.info.run_id for address, one in runs.items()}
         return runs
@@ -333,18 +336,17 @@ class MlflowStore:
 
     def pending_models(self, run: str) -> list[LoggedModel]:
         """The LoggedModels of a pipeline run whose files are not all there, oldest first."""
-        pending: list[LoggedModel] = []
-        token: str | None = None
-        while token != "":
-            page = self.client.search_logged_models(
+        models: list[LoggedModel] = get_results_from_paginated_fn(
+            lambda number, token: self.client.search_logged_models(
                 [self.experiment],
                 f"tags.`{RUN}` = '{run}'",
+                max_results=number,
                 order_by=[{"field_name": "creation_timestamp"}],
                 page_token=token,
-            )
-            pending += [model for model in page if model.status == LoggedModelStatus.PENDING]
-            token = page.token or ""
-        return pending
+            ),
+            PAGE,
+        )
+        return [model for model in models if model.status == LoggedModelStatus.PENDING]
 
     def sft_model(self, name: str, digest: str) -> str:
         """The id of a LoggedModel with the files of an SFT model.

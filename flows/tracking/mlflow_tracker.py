@@ -89,6 +89,8 @@ class MlflowTracker:
 
     def begin(self) -> None:
         """Call when the pipeline run begins, and when it goes on after a wait or an end."""
+        if self.uri == OFF:
+            return
         with bookkeeping("finding the champion", self.log):
             self.champion = champion_digest()
         self._send_status("RUNNING")
@@ -158,7 +160,7 @@ class MlflowTracker:
             self.thread.join(seconds)
         lacking = [
             folder
-            for folder in sync.unsent(self.home, self.local)
+            for folder in sync.unsent(self.home)
             if folder.name == self.run or not is_alive(self.home, folder.name)
         ]
         if lacking:
@@ -199,7 +201,7 @@ class MlflowTracker:
         Returns:
             Whether nothing is left.
         """
-        store, folders = self._open_store(), sync.unsent(self.home, self.local)
+        store, folders = self._open_store(), sync.unsent(self.home)
         for _ in sync.send_records(store, self.home, folders, self.log, self.run):
             pass
         isolated = self.tags.get("isolated") == str(True)

@@ -91,11 +91,12 @@ def follow(client: MlflowClient, digest: str, project: str | None, isolated: boo
     version = _version_of(client, digest)
     if version is None:
         return
-    champion = versions_by_alias(client).get(CHAMPION)
+    by_alias = versions_by_alias(client)
+    champion = by_alias.get(CHAMPION)
     tags = version.tags | ({"project": project} if project else {})
     if champion and (isolated or obstacle(tags, champion)):
         return
-    _make_champion(client, version)
+    _make_champion(client, version, by_alias)
 
 
 def obstacle(evidence: Mapping[str, str], champion: ModelVersion) -> str:
@@ -113,9 +114,10 @@ def obstacle(evidence: Mapping[str, str], champion: ModelVersion) -> str:
     return ""
 
 
-def _make_champion(client: MlflowClient, version: ModelVersion) -> None:
-    """Set the aliases; nothing if the version is the champion already."""
-    by_alias = versions_by_alias(client)
+def _make_champion(
+    client: MlflowClient, version: ModelVersion, by_alias: Mapping[str, ModelVersion]
+) -> None:
+    """Set the aliases, which are `by_alias` now; nothing if the version is the champion already."""
     champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
     if champion and champion.version == version.version:
         return
@@ -167,11 +169,12 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     if chosen is None:
         versions = ", ".join(map(str, sorted(int(candidate.version) for candidate in known)))
         raise BadInput(f"{NAME} has no version {version}; versions: {versions or 'none'}")
-    champion = versions_by_alias(client).get(CHAMPION)
+    by_alias = versions_by_alias(client)
+    champion = by_alias.get(CHAMPION)
     if champion and int(champion.version) == version:
         raise BadInput(f"version {version} of {NAME} is the champion already")
     _choose(chosen, by, reason)
-    _make_champion(client, chosen)
+    _make_champion(client, chosen, by_alias)
     _tag(client, chosen, _decision("promoted", by, reason))
 
 
@@ -199,7 +202,7 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
             "so far; train a better policy instead"
         )
     _choose(previous, by, reason)
-    _make_champion(client, previous)
+    _make_champion(client, previous, by_alias)
     _tag(client, champion, _decision("rollback", by, reason))
 
 

@@ -184,7 +184,7 @@ def read_record(
         if (folder / "metrics.json").exists():
             metrics = read_metrics(round_, stage)
         if (folder / "samples.jsonl").exists():
-            samples = read_jsonl(folder / "samples.jsonl", f"dvc repro {address}")
+            samples = read_jsonl(folder / "samples.jsonl")
         models = trained_models(address, metrics, upload)
         if stage == "evaluate":
             models += evaluated_models(round_, metrics)

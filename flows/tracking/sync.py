@@ -63,13 +63,9 @@ def recorded(home: Path) -> list[Path]:
     return sorted({path.parent for path in (home / RECORDED).glob("*/*.json")})
 
 
-def unsent(home: Path, local: bool) -> list[Path]:
-    """The folders of the runs of which MLflow lacks something, as far as this machine knows.
-
-    Args:
-        local: whether it is the MLflow of `home`, else that of the environment variable.
-    """
-    return [folder for folder in recorded(home) if not _is_sent(folder, local)]
+def unsent(home: Path) -> list[Path]:
+    """The folders of the runs of which MLflow lacks something, as far as this machine knows."""
+    return [folder for folder in recorded(home) if not _is_sent(folder)]
 
 
 def send_records(
@@ -111,14 +107,15 @@ def upload_models(
     """Upload the files of the models that MLflow lacks, and yield a line for each model."""
     with FileLock(home / RECORDED / LOCK):
         for folder in folders:
-            state = _state(folder, store.local)
+            state = _state(folder)
             for model in store.pending_models(folder.name):
                 name = str(model.name)
                 try:
                     upload(store, model, *_model_of(folder, name))
                 except BadInput as error:
                     log(str(error))
-                yield f"{folder.name}: files of {name}"
+                else:
+                    yield f"{folder.name}: files of {name}"
             run = read(home, folder.name)
             goes_on = run and run.status == "RUNNING"  # it may be killed
             if not goes_on and not _lacking(store, folder):
@@ -163,15 +160,15 @@ def _records(folder: Path) -> list[Path]:
     )
 
 
-def _state(folder: Path, local: bool) -> str:
+def _state(folder: Path) -> str:
     """A hash of MLflow's address and of the records as they are now."""
     times = [(path.name, path.stat().st_mtime_ns) for path in _records(folder)]
-    return json_hash(["" if local else os.environ.get(TRACKING_URI), times])
+    return json_hash([os.environ.get(TRACKING_URI, ""), times])
 
 
-def _is_sent(folder: Path, local: bool) -> bool:
+def _is_sent(folder: Path) -> bool:
     sent = folder / SENT
-    return sent.exists() and sent.read_text() == _state(folder, local)
+    return sent.exists() and sent.read_text() == _state(folder)
 
 
 def _end_killed(home: Path, folder: Path) -> None:

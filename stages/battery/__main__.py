@@ -77,7 +77,7 @@ def main(params: Params, round_: str) -> None:
         read_rows(Demonstration, data / "sft_eval.jsonl"), params.seed
     )
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
-    held_out, pair_scores = scored_pairs(data, reward, round_)
+    held_out, pair_scores = scored_pairs(data, reward)
     judge = load_primary_judge(params, round_)
 
     # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length,
@@ -144,7 +144,7 @@ def main(params: Params, round_: str) -> None:
 
 
 def scored_pairs(
-    data: Path, reward: Path, round_: str
+    data: Path, reward: Path
 ) -> tuple[list[PreferencePair], list[tuple[float, float]]]:
     """Held-out pairs, and their calibrated scores (chosen, rejected).
 

@@ -35,7 +35,7 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     """Evaluate a checkpoint; returns the path of its report."""
     path = find_checkpoint(round_, checkpoint)
     setup_torch(params)
-    if not has_ended(round_):  # the recorded hashes are those of the rounds in params.yaml
+    if not has_ended(round_):  # the recorded hashes are those of params.yaml's settings
         check_unchanged("judges", params)
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_metrics(round_, "sft")

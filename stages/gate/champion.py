@@ -51,12 +51,12 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     """The champion after the promotion gate of the round in `previous`, as start.json has it."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
     rollback, policy_hash = read_rollback(round_), file_hash(policy)
+    # an ended round has the thresholds of its own settings
     gate_params = params_of(round_) if has_ended(round_) else params
     if rollback and rollback.policy == policy_hash:
         chosen, reason = rollback.champion, f"by {rollback.by}: {rollback.reason}"
         print(f"[champion] {chosen.round} was chosen after {round_} {reason}", flush=True)
         return _as_recorded(chosen)
-    # An ended round has the thresholds of its own settings
     if passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
     return _as_recorded(read_champion(previous / "champion/champion.json"))

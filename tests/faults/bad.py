@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, given, settings
@@ -141,6 +142,18 @@ def examples(fast: int, full: int) -> settings:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def writing(name: str, read: Callable[[], Any]) -> Callable[[bytes], Any]:
+    """A function that writes its argument to a file and calls the reader."""
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write_and_read(content: bytes) -> Any:
+        path.write_bytes(content)
+        return read()
+
+    return write_and_read
 
 
 def try_bad(

@@ -18,13 +18,13 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from mlflow import MlflowClient
 
 from flows.core.config import resolve, write_params
 from tests.clones import clone_of_working_tree
 from tests.flows.conftest import make_project
 from tests.paths import ROOT
+from tests.servers import of_project
 
 FULL = os.environ.get("RONDO_FAULTS") == "full"  # a sample of all faults: `make test-faults`
 RESULTS = ("rounds", "gates", "reports", "approvals", "badcases", "assets")
@@ -176,21 +176,9 @@ def wait_for_processes(project: Path) -> None:
         AssertionError: one is left after WAIT_SECONDS, an orphan.
     """
     end = time.monotonic() + WAIT_SECONDS
-    while orphans := processes_in(project):
+    while orphans := of_project(project):
         assert time.monotonic() < end, f"orphans: {orphans}"
         time.sleep(0.05)
-
-
-def processes_in(project: Path) -> list[str]:
-    """The processes whose working directory is in the project."""
-    commands = []
-    for process in psutil.process_iter():
-        try:
-            if Path(process.cwd()).is_relative_to(project):
-                commands.append(f"{process.pid} {process.cmdline()}")
-        except (psutil.Error, OSError):
-            continue
-    return commands
 
 
 def copy(project: Path, folder: Path) -> Path:

@@ -218,12 +218,11 @@ def test_what_the_reward_service_says_of_itself(server: RawServer, tmp_path: Pat
         server.body = body
         return check_served_model(server.url, tmp_path / "model")
 
-    try_bad(
-        bad_json(good),
-        read,
-        lambda body, _: json.loads(body)["sha256"] == digest,
-        r"ppo\.reward_url",
-    )
+    def check(body: bytes, model: str) -> None:
+        health = json.loads(body)
+        assert health["sha256"] == digest and model == str(health["model"])
+
+    try_bad(bad_json(good), read, check, r"ppo\.reward_url")
 
 
 @examples(150, 1000)

@@ -5,7 +5,6 @@ read rows make of them.
 import io
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -24,7 +23,7 @@ from stages.prepare import sources
 from stages.prepare.audit import Audit
 from stages.prepare.check_file import check_file
 from stages.replay.badcases import parse_user_row, read_ledger, read_user_rows
-from tests.faults.bad import bad_bytes, bad_jsonl, try_bad
+from tests.faults.bad import bad_bytes, bad_jsonl, try_bad, writing
 from tests.paths import ROOT
 
 TURN = [{"role": "user", "content": "How was the dinner?"}]
@@ -67,18 +66,6 @@ REPORTS: list[Any] = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def writing(name: str, read: Callable[[], Any]) -> Callable[[bytes], Any]:
-    """A function that writes its argument to a file and calls the reader."""
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write_and_read(content: bytes) -> Any:
-        path.write_bytes(content)
-        return read()
-
-    return write_and_read
 
 
 def rows_of(content: bytes) -> list[tuple[int, bytes]]:

@@ -22,7 +22,7 @@ from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import check_params
 from stages.ppo.common.reference import check_reference_files
-from tests.faults.bad import bad_bytes, bad_json, bad_jsonl, try_bad
+from tests.faults.bad import bad_bytes, bad_json, bad_jsonl, try_bad, writing
 from tests.stages.gate.test_gate import BATTERY, REWARD
 
 ASK = check_params({"gates": {"reward": {"policy": "ask"}}}, "test")
@@ -54,17 +54,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def given(path: str, read: Callable[[], Any]) -> Callable[[bytes], Any]:
-    """A function that writes its argument to the file and calls the reader."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-
-    def write_and_read(content: bytes) -> Any:
-        Path(path).write_bytes(content)
-        return read()
-
-    return write_and_read
-
-
 def values_of(content: bytes) -> Any:
     return json.loads(content.decode("utf-8-sig"))
 
@@ -92,7 +81,7 @@ def test_metrics_of_a_gate() -> None:
         json.dumps(verdict, allow_nan=False)
 
     file = "rounds/r0/reward/metrics.json"
-    try_bad(bad_json(REWARD), given(file, read), check, r"reward/metrics\.json")
+    try_bad(bad_json(REWARD), writing(file, read), check, r"reward/metrics\.json")
 
 
 def same_decision(content: bytes, decision: Any) -> None:
@@ -123,7 +112,7 @@ def test_records(
     file: str, good: Any, read: Callable[[], Any], check: Callable[[bytes, Any], object]
 ) -> None:
     Path("rounds/r0/sft/model").mkdir(parents=True)
-    try_bad(bad_json(good), given(file, read), check, Path(file).name.replace(".", r"\."))
+    try_bad(bad_json(good), writing(file, read), check, Path(file).name.replace(".", r"\."))
 
 
 def test_verdicts() -> None:
@@ -143,7 +132,7 @@ def test_verdicts() -> None:
     def check(content: bytes, verdict: Any) -> None:
         assert verdict["passed"] is values_of(content)["passed"]
 
-    try_bad(bad_json(good), given(file, read), check, r"gate_reward\.json")
+    try_bad(bad_json(good), writing(file, read), check, r"gate_reward\.json")
 
 
 def test_champions() -> None:
@@ -158,7 +147,7 @@ def test_champions() -> None:
         assert values_of(content)["round"] == (champion.round if champion else None)
         assert anchor.is_relative_to("rounds")
 
-    read = given(
+    read = writing(
         "rounds/r1/champion/champion.json", lambda: (load_champion("r1"), anchor_path("r1"))
     )
     try_bad(bad_json(good), read, check, r"champion\.json")
@@ -171,13 +160,19 @@ def test_dvc_lock() -> None:
         assert entries.keys() == stages.keys()
 
     inputs = bad_bytes(yaml.safe_dump(LOCK, sort_keys=False).encode()) | bad_json(LOCK)
-    try_bad(inputs, given("dvc.lock", locks.read_locks), check, r"dvc\.lock")
+    try_bad(inputs, writing("dvc.lock", locks.read_locks), check, r"dvc\.lock")
 
 
 def test_steps_of_a_stage() -> None:
     file = "rounds/r0/sft/metrics.jsonl"
-    read = given(file, lambda: status.progress("r0", "sft"))
-    try_bad(bad_jsonl(STEPS), read, lambda content, _: None, r"metrics\.jsonl")
+    read = writing(file, lambda: status.progress("r0", "sft"))
+
+    def check(content: bytes, line: str) -> None:
+        complete = content[: content.rfind(b"\n") + 1]
+        steps = [json.loads(row)["step"] for row in complete.split(b"\n") if row.strip()]
+        assert line.startswith(f": step {steps[-1]}") if steps else line == ""
+
+    try_bad(bad_jsonl(STEPS), read, check, r"metrics\.jsonl")
 
 
 def place_broken_link(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flows.core.form_limits import check_form
 from stages.lib.core.params import Params, check_params, flatten, load_params
 from stages.lib.core.project_limits import read_limits
 from stages.lib.core.user_inputs import user_files
-from tests.faults.bad import STRANGE, as_json, bad_bytes, bad_value, try_bad
+from tests.faults.bad import STRANGE, as_json, bad_bytes, bad_value, try_bad, writing
 from tests.paths import ROOT
 
 FILE = Path("params.yaml")
@@ -125,8 +126,11 @@ def test_forms() -> None:
 
 
 def test_limits_of_the_project() -> None:
-    def read(content: bytes) -> Any:
-        Path("pyproject.toml").write_bytes(content)
-        return read_limits()
+    def check(content: bytes, limits: Any) -> None:
+        table = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
+        own = table.get("tool", {}).get("rondo", {})
+        assert limits.folders == [Path(name) for name in own.get("folders", [])]
+        assert limits.api_keys == own.get("api_keys", {})
 
-    try_bad(bad_bytes(PYPROJECT), read, lambda _, limits: None, r"pyproject\.toml")
+    read = writing("pyproject.toml", read_limits)
+    try_bad(bad_bytes(PYPROJECT), read, check, r"pyproject\.toml")

@@ -21,13 +21,13 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.core.services import prefect_environment
+from flows.core.services import is_up, prefect_environment
 from flows.execution import dvc_stages
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
 from tests.paths import ROOT
-from tests.servers import free_port, request, until
+from tests.servers import free_port, until
 
 STAGE = """
 import json, pathlib, sys, time, yaml
@@ -262,18 +262,11 @@ def api(tmp_path_factory: pytest.TempPathFactory, prefect_tables: Path) -> Itera
     with open(os.devnull, "w") as nowhere:
         server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
     try:
-        until(lambda: listens(f"http://127.0.0.1:{port}/api/health"), 300)
+        until(lambda: is_up(f"http://127.0.0.1:{port}/api/health"), 300)
         yield f"http://127.0.0.1:{port}/api"
     finally:
         server.terminate()
         server.wait(60)
-
-
-def listens(url: str) -> bool:
-    try:
-        return bool(request(url))
-    except OSError:
-        return False
 
 
 @pytest.fixture

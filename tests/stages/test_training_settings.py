@@ -108,16 +108,12 @@ def with_settings(params: Params, name: str, gradient_checkpointing: bool) -> Pa
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_gradient_checkpointing_computes_layers_twice_and_logits_exist_only_in_pieces(train, name):
-    """And gradients do not pass below the lowest adapter, where TRL would let them.
-
-    TRL's trainers that sample switch that on again after each rollout.
-    """
+    """And gradients do not pass below the lowest adapter, where TRL would let them."""
     layers, gradients, rows = train(name, False)
     checkpointed_layers, checkpointed_gradients, checkpointed_rows = train(name, True)
     assert gradients > 0
     assert checkpointed_layers == 2 * layers
-    if name not in ("rloo", "grpo"):
-        assert checkpointed_gradients == 2 * gradients
+    assert checkpointed_gradients == 2 * gradients
     assert rows == checkpointed_rows == (0 if name == "reward" else PIECE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import PRINTED_NO_MEMORY, BadInput, RondoError
 from stages.lib.core.files import read_object
 
 FIX = "restore the file: copy the model again, or run the stage that made it"
@@ -35,7 +35,7 @@ def damage_named(folder: Path) -> Iterator[None]:
             f"{folder}: transformers cannot load it without another package: {reason}"
         ) from error
     except Exception as error:  # transformers, peft and tokenizers have no common type
-        if "out of memory" in str(error):  # of a GPU
+        if PRINTED_NO_MEMORY.search(str(error)):  # of a GPU or of RAM
             raise
         if "trust_remote_code" in str(error):
             raise BadInput(

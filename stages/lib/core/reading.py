@@ -24,7 +24,6 @@ MAX_DEPTH = 100  # of nested lists and objects: code that walks them recursively
 MAX_ALIASED_NODES = 100_000  # of a YAML document with its aliases written out
 MAX_DIGITS = 300  # of an integer: a float can hold it
 MAX_LINE_BYTES = 64 << 20
-BOM = "\ufeff"
 
 
 def parse_json(text: str | bytes, surrogates: bool = False) -> Any:

@@ -1,6 +1,3 @@
 """Algorithms that do not train on the policy's own responses, update by update: DPO and best-of-n,
 by TRL's trainers, with the validation and the outputs of the online ones.
 """
-
-# Number of responses, at most, that describe an alternative's policy before and after training.
-NUM_DESCRIBED_SAMPLES = 256

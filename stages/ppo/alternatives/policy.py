@@ -15,16 +15,12 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict, TokenIds
-from stages.lib.data.prompts import decode
-from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 from stages.lib.lm.vllm_engine import sampling_engine
-from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import rollout_rows
@@ -34,6 +30,8 @@ from stages.ppo.common.resume import Resume
 from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.common.rewards import Rewards
 from stages.ppo.common.run import Run
+
+NUM_DESCRIBED_SAMPLES = 256  # responses, at most, that describe a policy before and after training
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,7 @@ class TrainedPolicy:
         """
         context, ppo = self.context, self.context.params.ppo
         ends = end_tokens(self.policy, self.tokenizer)
-        inputs = RewardInputs(
-            [row for row, _ in episodes],
-            decode(self.tokenizer, responses),
-            [ends.end(response) for response in responses],
-            [len(response) for response in responses],
-        )
+        inputs = RewardInputs.of([row for row, _ in episodes], responses, self.tokenizer, ends)
         further_rewards = context.rewards.start(inputs)  # servers work during the forward passes
         response_scores = score_responses(
             self.policy,
@@ -159,8 +152,7 @@ class PolicyRun(Run):
         self.saved = saved = context.saved
         self.updates = saved["updates"] if saved else 0
         self.monitor = Monitor(self.ppo, kl_key)
-        position = saved["rollouts"] if saved else (1, 0)
-        self.rollouts = RolloutLog(context.work / "rollouts", position, writes=world.is_main())
+        self.open_rollouts(saved)
         shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
         self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 

@@ -13,7 +13,9 @@ from typing import Any
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.core.numbers import is_finite
 from stages.lib.core.rows import TrainingPrompt
-from stages.lib.core.types import Prompt
+from stages.lib.core.types import Prompt, TokenIds
+from stages.lib.data.prompts import decode
+from stages.lib.lm.end_tokens import EndTokens
 
 REASON_CHARACTERS = 300
 SERVED = "ppo.reward_url"  # the name of the reward stage's model, if it is served
@@ -31,6 +33,22 @@ class RewardInputs:
     texts: Sequence[str]
     ended: Sequence[bool]
     lengths: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[TrainingPrompt],
+        responses: Sequence[TokenIds],
+        tokenizer: Any,
+        ends: EndTokens,
+    ) -> "RewardInputs":
+        """Responses as tokens, one per row."""
+        return cls(
+            rows,
+            decode(tokenizer, responses),
+            [ends.end(response) for response in responses],
+            [len(response) for response in responses],
+        )
 
     def select(self, episodes: Sequence[int]) -> "RewardInputs":
         """Some of the responses, by index."""

@@ -6,6 +6,7 @@ from stages.lib.core.files import work_dir
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import Metrics, StateDict
+from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm import world
 from stages.lib.lm.saving import save_trained
 from stages.ppo.common.health import Monitor
@@ -42,9 +43,14 @@ class Run:
     recorder: MetricLogger
     monitor: Monitor
     selector: PolicySelector  # remembers the best policy so far
-    work: (
-        Path  # has the files of the run until its end, since DVC deletes outputs of a killed stage
-    )
+    # the files of the run until its end, since DVC deletes outputs of a killed stage
+    work: Path
+    rollouts: RolloutLog
+
+    def open_rollouts(self, saved: StateDict | None) -> None:
+        """Open the log of rollouts where the saved state ends."""
+        position = saved["rollouts"] if saved else (1, 0)
+        self.rollouts = RolloutLog(self.work / "rollouts", position, writes=world.is_main())
 
     def validate_first(self) -> None:
         """Validate the policy before training, and measure what rounding alone shows of it."""

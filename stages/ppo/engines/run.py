@@ -18,7 +18,7 @@ from stages.lib.lm.saving import save_trained, saved_weights_hash
 from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
 from stages.ppo.alternatives.stage import finish, load_models, load_prompts, prompts_path
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.common.health import Monitor
+from stages.ppo.common.health import KL_KEY, Monitor
 from stages.ppo.common.resume import Resume, run_identity
 from stages.ppo.common.warm_start import load_weights
 from stages.ppo.engines import make_job
@@ -56,7 +56,7 @@ def main(params: Params, round_: str) -> None:
     # 3. the policies that it has saved, validated on the held-out prompts
     recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)
     context = load_models(params, round_, prompts, resume, recorder, model=params.model)
-    run = PolicyRun(context, "ppo.kl_coef")
+    run = PolicyRun(context, KL_KEY)
     run.monitor = monitor
     run.begin(context.sft)
     updates = int(steps[-1]["step"]) if steps else 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm, KlControl, LossLevel, PpoParams
+from stages.ppo.common.health import KL_KEY
 from stages.ppo.trainer import functional as F
 
 # (B, T) rewards and values, mask, (B,) numbers of the prompts -> (B, T) advantages, returns
@@ -35,7 +36,7 @@ class OnlineAlgorithm:
     cliprange: float
     kl_coef: float  # beta at first
     kl_rule: Callable[[float, float], float] = F.fixed  # how beta changes
-    kl_key: str = "ppo.kl_coef"  # beta in params.yaml
+    kl_key: str = KL_KEY  # beta in params.yaml
     kl_in_loss: bool = False  # beta * k3 per token in the loss; else -beta * k1 in the rewards
     has_critic: bool = False
     samples_per_prompt: int = 1

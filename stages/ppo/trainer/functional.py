@@ -39,8 +39,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(B, T) (q/p - 1) - log(q/p) on samples of p: an unbiased estimate of KL(p, q), never negative
     (Schulman 2020, k3).
 
-    Used only as an estimate in metrics, where its lower variance helps; as a reward its policy
-    gradient is not that of the KL (see `kl_k1`).
+    In metrics an estimate with a lower variance; times the probability ratio GRPO's term of the
+    loss. As a reward its policy gradient is not that of the KL (see `kl_k1`).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - 1 - log_ratio

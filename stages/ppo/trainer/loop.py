@@ -9,7 +9,6 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.policy import LossLevel, PpoParams
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import Metrics, StateDict
-from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.saving import weights_hash
@@ -48,8 +47,7 @@ class TrainingRun(Run):
             round_, identity, trainer.planned_updates, mapped=trainer.roles.sharded
         )
         self.work = self.resume.folder
-        position = saved["rollouts"] if saved else (1, 0)
-        self.rollouts = RolloutLog(self.work / "rollouts", position, writes=world.is_main())
+        self.open_rollouts(saved)
         if saved:
             self.load_state(saved)
 

@@ -15,7 +15,6 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import StateDict, TokenIds
-from stages.lib.data.prompts import decode
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, pack, unwrap_peft
 from stages.lib.lm.saving import sum_of_trainable
@@ -168,12 +167,8 @@ class PpoTrainer:
 
         # 2. generate
         responses = roles.sample(prompts, p, self.generator)
-        inputs = RewardInputs(
-            rows=[row for row, _ in batch],
-            texts=decode(roles.tokenizer, responses),
-            ended=[roles.ends.end(response) for response in responses],
-            lengths=[len(response) for response in responses],
-        )
+        rows = [row for row, _ in batch]
+        inputs = RewardInputs.of(rows, responses, roles.tokenizer, roles.ends)
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
         # If one micro-batch is this process's part of a mini-batch that is the whole batch, its

@@ -94,6 +94,13 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
         run(rerun=("r9",))
 
 
+def test_a_round_that_params_yaml_has_dropped_has_not_ended(rounds: Path) -> None:
+    run(number=2)
+    config.write_params(config.resolve(config.KEEP, 1))
+    assert read_lock("evaluate@r1")  # which a later run may find up to date
+    assert to_end(3) == ["r0"]
+
+
 def test_changed_data_of_an_ended_round_concerns_those_that_read_it(rounds: Path) -> None:
     run(number=2)
     shutil.rmtree("assets/start")  # only r0 reads it

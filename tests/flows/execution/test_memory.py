@@ -12,6 +12,7 @@ from flows.execution.model_shape import KNOWN, NAMED_SIZES, ModelShape, read_sha
 from stages.lib.core.errors import BadInput, OutOfMemory
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
+from stages.lib.lm.generation import GPU_CACHE_SHARE
 from tests.engine_settings import NEEDED
 
 # 2 heads of 4 for queries, 1 for keys and values; MLP of three 8 x 16 matrices; 10 tokens
@@ -161,3 +162,7 @@ def test_a_model_of_the_hub_that_cannot_be_reached_is_unknown(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert read_shape("nobody/nothing@main") is None
+
+
+def test_the_cache_of_sampling_is_the_one_that_sampling_has() -> None:
+    assert memory.CACHE == GPU_CACHE_SHARE

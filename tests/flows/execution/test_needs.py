@@ -47,7 +47,7 @@ def measured(address: str, ended: str, seconds: float) -> None:
 def test_the_stages_that_wait_are_logged_with_what_they_need() -> None:
     assert logged(set()) == ["to do: nothing; all 3 stages are up to date"]
     todo, memory, disk = logged({"sft@r0", "assets"})
-    assert todo.startswith("to do: 2 of 3 stages of 2 round(s)")
+    assert todo.startswith("to do: 2 of 3 stages of 1 round(s)")
     assert memory == "GB of memory at least, for weights, gradients and Adam's states: sft 0.3"
     assert disk == "disk: 1.3 GB of models, 1000000.0 GB free"
 

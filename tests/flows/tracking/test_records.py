@@ -140,11 +140,14 @@ def search_of_the_docs(database: str) -> list[str]:
     return list(models["name"])
 
 
+@pytest.mark.parametrize("before", [None, "sqlite:///mine.db"])
 def test_a_tracker_leaves_the_environment_variable_as_it_is(
-    project: Path, shared_database: str
+    project: Path, shared_database: str, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     """MLflow itself sets it, which would redirect the records of later processes."""
-    before = os.environ.get("MLFLOW_TRACKING_URI")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if before:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", before)
     tracker = MlflowTracker("environment", shared_database, project / ".rondo", {}, print)
     tracker.begin()
     tracker.flush()

@@ -119,7 +119,7 @@ def test_settings_that_need_the_model_are_refused(local):
     with pytest.raises(BadInput, match=r"ppo: .*reward_url: .* set critic to policy"):
         with_url(local, "http://a:1", critic="reward")
     values = with_url(local, "http://a:1").model_dump(mode="json") | {"algorithm": "rloo"}
-    with pytest.raises(BadInput, match=r"ppo.reward_url: rloo loads the reward model"):
+    with pytest.raises(BadInput, match=r"ppo.reward_url: only ppo is served, not rloo: set"):
         check_params(values, "test")
 
 

@@ -232,7 +232,7 @@ class Params(ParamsSection):
     def only_ppo_is_served(self) -> "Params":
         if self.ppo.reward_url and self.algorithm is not Algorithm.ppo:
             raise ValueError(
-                f"ppo.reward_url: {self.algorithm.value} loads the reward model: set it to null"
+                f"ppo.reward_url: only ppo is served, not {self.algorithm.value}: set it to null"
             )
         return self
 

@@ -34,23 +34,17 @@ REQUIRED: dict[str, Mapping[str, Any]] = {
 }
 
 
-def settings_to_change(engine: str, ppo: Any) -> dict[str, Any]:
-    """The keys of section `ppo` that the engine cannot honour, with the value to set."""
-    return {
-        f"ppo.{key}": value
-        for key, value in REQUIRED[engine].items()
-        if attrgetter(key)(ppo) != value
-    }
-
-
 def check_settings(engine: str, ppo: Any) -> None:
     """Check that the engine can do what section `ppo` wants.
 
     Raises:
         ValueError: names each key that it cannot honour, with the value to set.
     """
-    change = settings_to_change(engine, ppo)
-    different = [f"{key}={json.dumps(value)}" for key, value in change.items()]
+    different = [
+        f"ppo.{key}={json.dumps(value)}"
+        for key, value in REQUIRED[engine].items()
+        if attrgetter(key)(ppo) != value
+    ]
     if not ppo.kl_coef:  # then it would load no reference, and measure no KL
         different.append("ppo.kl_coef above 0")
     if different:

@@ -4,6 +4,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
@@ -17,6 +18,7 @@ from stages.lib.core.errors import (
     memory_advice,
     typed,
 )
+from stages.lib.core.model_folders import damage_named
 from tests.paths import ROOT
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rounds/r0/sft/model")
@@ -113,3 +115,12 @@ def test_the_keys_to_lower_are_settings() -> None:
         advice = memory_advice(f"{stage}@r0")
         named = re.findall(r"\b[a-z]+\.[a-z_]+\b", advice)
         assert named and set(named) <= settable, advice
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"]
+)
+def test_memory_that_runs_out_is_no_damage_of_a_models_folder(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(text)) as raised, damage_named(tmp_path):
+        raise RuntimeError(text)
+    assert isinstance(typed(raised.value, "sft"), OutOfMemory)

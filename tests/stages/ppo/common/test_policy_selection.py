@@ -12,9 +12,13 @@ from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.interpolation import MAX_SCALE, MAX_SCALED
-from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.health import KL_ABOVE_BUDGET
-from stages.ppo.common.policy_selection import Candidate, PolicySelector, keeps_earlier
+from stages.ppo.common.policy_selection import (
+    SCALING_SAMPLES,
+    Candidate,
+    PolicySelector,
+    keeps_earlier,
+)
 from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
 
