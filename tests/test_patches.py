@@ -21,12 +21,6 @@ PATCHES = {
     ),
     ("stages/lib/training/trl_setup.py", "trl_utils._use_triton"): "huggingface/trl#7244",
     # Accelerate makes batches of equal size, so that two processes do not give what one gives
-    ("stages/lib/training/sharing.py", "trainer.data_collator"): "huggingface/accelerate#781",
-    ("stages/lib/training/sharing.py", "trainer._get_num_items_in_batch"): (
-        "huggingface/accelerate#781"
-    ),
-    ("stages/lib/training/sharing.py", "trainer.compute_loss"): "huggingface/accelerate#781",
-    ("stages/lib/training/sharing.py", "trainer.training_step"): "huggingface/accelerate#781",
     ("stages/lib/training/sharing.py", "accelerator.gather"): "huggingface/accelerate#781",
     ("stages/lib/training/sharing.py", "accelerator.gather_for_metrics"): (
         "huggingface/accelerate#781"
@@ -46,8 +40,8 @@ def root(node: ast.expr) -> str:
 
 
 def foreign_names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """The names of a file's foreign modules and classes, and of their instances among arguments;
-    with the variables that are made of each.
+    """The names of a file's foreign modules and classes, and of their instances among annotated
+    arguments and variables; with the variables that are made of each.
     """
     imported: set[str] = set()
     for node in ast.walk(tree):
@@ -64,6 +58,12 @@ def foreign_names(tree: ast.Module) -> tuple[set[str], set[str]]:
         node.arg
         for node in ast.walk(tree)
         if isinstance(node, ast.arg) and node.annotation and root(node.annotation) in imported
+    } | {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and root(node.annotation) in imported
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
@@ -120,6 +120,7 @@ def test_no_patch_is_unlisted() -> None:
         ("import trl.kernels as k\nk.SIZE += 2", "k.SIZE"),
         ("from trl import A\nsetattr(A, 'x', 1)", "setattr(A, 'x', 1)"),
         ("from trl import A\ndef f(self, a: A):\n    b = a.c\n    b.d = self.e", "b.d"),
+        ("from trl import A\ndef f(self):\n    a: A = self.a\n    a.b = self.c", "a.b"),
         ("from trl import A\ndef f(a: A):\n    a.value = 1", None),
         ("import os\nos.x = 1", None),
     ],

@@ -15,6 +15,7 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PreferencePair
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import add_adapters
+from stages.lib.training.sharing import SharedTraining
 from stages.lib.training.trl_setup import MetricLoggerCallback, run_trainer, trainer_arguments
 
 
@@ -25,6 +26,10 @@ class TokenizedPair(TypedDict):
     rejected_ids: TokenIds
     length: int
     margin: NotRequired[float]
+
+
+class SharedRewardTrainer(SharedTraining, RewardTrainer):
+    pass
 
 
 def training_pairs(
@@ -64,7 +69,7 @@ def fit(
     columns = ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
     names = {name: name for name in columns}
     with progress("preparing the training"):
-        trainer = RewardTrainer(
+        trainer = SharedRewardTrainer(
             model=model,
             args=RewardConfig(
                 **arguments,

@@ -13,6 +13,7 @@ from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.logprobs import logprobs_from_states
 from stages.lib.lm.packing import unwrap_peft
+from stages.lib.training.sharing import SharedTraining
 from stages.lib.training.trl_setup import run_trainer
 
 TokenizedDemonstrations = tuple[
@@ -37,7 +38,7 @@ def completion_trainer(
     train: TokenizedDemonstrations,
     arguments: dict[str, Any],
     callback: TrainerCallback,
-) -> SFTTrainer:
+) -> SharedTraining:
     """TRL's trainer of a model (its adapters, or all weights) on the tokens of responses.
 
     Args:
@@ -52,7 +53,7 @@ def completion_trainer(
         for p, c in zip(*train, strict=True)
     ]
     with progress("preparing the training"):
-        return (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
+        return (SharedSFTTrainer if torch.cuda.is_available() else SharedResponseTrainer)(
             model=model,
             args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
             train_dataset=Dataset.from_list(rows),
@@ -88,3 +89,11 @@ class ResponseTrainer(SFTTrainer):
             logprobs = logprobs_from_states(inner, response_states, labels[is_response])
         tokens = is_response.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs.sum() / tokens
+
+
+class SharedSFTTrainer(SharedTraining, SFTTrainer):
+    pass
+
+
+class SharedResponseTrainer(SharedTraining, ResponseTrainer):
+    pass

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import Trainer
 
@@ -19,30 +20,24 @@ from stages.lib.lm.saving import sum_of_trainable, trainable_named
 ROWS = "own_and_all_rows"  # key in a batch: how many rows this process has, and the whole batch
 
 
-class SharedTraining:
-    """Wraps the methods of a trainer with which it collates, counts, differentiates and gathers.
+class SharedTraining(Trainer):
+    """Comes before a trainer of TRL's among the bases of a class.
 
-    Args:
-        trainer: its loss is a mean over the rows of a batch; or if transformers tells it how many
-            items all batches of a step have, a sum over items divided by their number.
+    That one's loss is a mean over the rows of a batch; or if transformers tells it how many items
+    all batches of a step have, a sum over items divided by their number.
     """
 
     own_rows: int  # of the current batch
 
-    def __init__(self, trainer: Trainer) -> None:
-        assert trainer.args.world_size == 1, "Accelerate would divide the batches again"
-        self.trainer = trainer
-        self.collate_rows = trainer.data_collator
-        self.count_items = trainer._get_num_items_in_batch
-        self.compute_loss = trainer.compute_loss
-        self.training_step = trainer.training_step
-        trainer.data_collator = self.collate
-        trainer._get_num_items_in_batch = self.count_all_items
-        trainer.compute_loss = self.own_loss
-        trainer.training_step = self.step
-        accelerator = trainer.accelerator
-        accelerator.gather = accelerator.gather_for_metrics = self.gather
-        accelerator.reduce = self.add_up
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.args.world_size == 1, "Accelerate would divide the batches again"
+        self.collate_rows: Any = self.data_collator
+        self.data_collator: Any = self.collate
+        if world.size() > 1:
+            accelerator: Accelerator = self.accelerator
+            accelerator.gather = accelerator.gather_for_metrics = self.gather
+            accelerator.reduce = self.add_up
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
         """A batch of this process's rows."""
@@ -51,30 +46,37 @@ class SharedTraining:
         batch: dict[str, Any] = self.collate_rows([rows[i] for i in own] or rows[:1])
         return batch | {ROWS: torch.tensor([len(own), len(rows)])}
 
-    def count_all_items(self, batches: list[Any], device: torch.device) -> Tensor | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> Tensor | int | None:
         """Items of all processes in the batches of an optimizer step; None if nobody needs them."""
-        own = [batch for batch in batches if batch[ROWS][0]]
-        count = self.count_items(own or batches, device)
+        own = [batch for batch in batch_samples if batch[ROWS][0]]
+        count = super()._get_num_items_in_batch(own or batch_samples, device)
         if count is None:
             return None
         items = torch.as_tensor(count if own else 0, device=device)
         world.add_up([items])
         return items
 
-    def own_loss(
-        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
-    ) -> Tensor:
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
         """This process's part of the loss: the parts of all add up to the loss of the batch."""
+        assert not return_outputs
         self.own_rows, all_rows = inputs.pop(ROWS).tolist()
-        loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         is_mean = num_items_in_batch is None
         return loss * (self.own_rows / all_rows if is_mean else float(self.own_rows > 0))
 
-    def step(self, model: Any, *args: Any) -> Tensor:
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch; before an optimizer step, also the gradients of all processes."""
-        loss = self.training_step(model, *args)
+        loss = super().training_step(model, *args, **kwargs)
         world.add_up([loss])
-        if self.trainer.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients:
             add_up_gradients(model)
         return loss
 
@@ -83,8 +85,8 @@ class SharedTraining:
         Raises:
             RondoError: the processes have trained different weights.
         """
-        total = sum_of_trainable(self.trainer.model)
-        world.check_equal("the trained weights", {"their sum": total})
+        if world.size() > 1:
+            world.check_equal("the trained weights", {"their sum": sum_of_trainable(self.model)})
 
     def gather(self, tensor: Tensor) -> Tensor:
         """For metrics: the rows of all processes; or a number of each one, once for each of its
@@ -106,6 +108,8 @@ class SharedTraining:
 
 def add_up_gradients(model: Any) -> None:
     """Replace the gradients by their sums over all processes; 0 where a process has none."""
+    if world.size() == 1:
+        return
     weights = [weight for _, weight in trainable_named(model)]  # all float32
     for weight in weights:
         if weight.grad is None:

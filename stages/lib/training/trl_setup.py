@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
@@ -16,7 +16,6 @@ from stages.lib.core.launch import hide_processes
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.lm import world
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
 from stages.lib.training.sharing import SharedTraining
@@ -126,16 +125,14 @@ class HeapTrimmer(TrainerCallback):
 
 
 def run_trainer(
-    trainer: Trainer,
+    trainer: SharedTraining,
     checkpoint: Path | None = None,
-    sharing: type[SharedTraining] = SharedTraining,
 ) -> Any:
     """Train with one of TRL's trainers, without its printed metrics and without padding.
 
     Args:
         trainer: the trainer.
         checkpoint: one of its own, from which the training resumes.
-        sharing: how several processes share its work.
 
     Returns:
         The trained model in eval mode.
@@ -149,13 +146,11 @@ def run_trainer(
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)
-    shared = sharing(trainer) if world.size() > 1 else None
     with padding_free(trainer.model), progress("training", unit="batches") as training:
         trainer.add_callback(BatchCounter(training))
         trainer.add_callback(HeapTrimmer)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if shared:
-        shared.check_weights()
+    trainer.check_weights()
     return trainer.model.eval()
 
 

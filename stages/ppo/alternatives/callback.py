@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from stages.lib.core.errors import Diverged
 from stages.lib.core.types import StateDict
@@ -26,11 +26,8 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         names: the metrics to keep, by the names under which TRL logs them.
 
     Attributes:
-        sharing: how several processes share the training.
         ended: whether the last update is done, or a danger has ended the run.
     """
-
-    sharing: type[SharedTraining] = SharedTraining
 
     def __init__(self, context: TrainingContext, names: dict[str, str]) -> None:
         self.algorithm = context.params.algorithm.value
@@ -47,12 +44,12 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         else:
             super().begin(policy)
 
-    def train(self, trainer: Trainer) -> None:
+    def train(self, trainer: SharedTraining) -> None:
         """Run TRL's trainer, from its checkpoint if this run resumes; not if that had ended."""
         if not self.ended:
             folder = Path(trainer.args.output_dir)
             checkpoint = folder / self.saved["checkpoint"] if self.saved else None
-            run_trainer(trainer, checkpoint, self.sharing)
+            run_trainer(trainer, checkpoint)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any

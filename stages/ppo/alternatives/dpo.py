@@ -41,11 +41,48 @@ class TokenizedPair(TypedDict):
     length: int
 
 
+class SharedDpoTrainer(SharedTraining, DPOTrainer):
+    """DPOTrainer on rows that are tokens already.
+
+    TRL tokenises prompt and response as one text, which gives other tokens where they meet.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_weights: list[float]  # TRL's
+        self.configured_weights = list(self.loss_weights)
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """`sft` is a mean over the tokens of the chosen responses, not over pairs: its weight makes
+        up for a process's other share of them.
+        """
+        own_rows, all_rows = inputs[ROWS].tolist()
+        chosen, _ = inputs["completion_mask"][:, 1:].chunk(2)  # of what the model predicts
+        own_tokens = chosen.sum() * (own_rows > 0)
+        all_tokens = own_tokens.clone()
+        world.add_up([all_tokens])
+        factor = float(own_tokens / all_tokens) * all_rows / max(own_rows, 1)
+        self.loss_weights = [
+            weight * factor if loss == DpoLoss.sft.value else weight
+            for loss, weight in zip(self.loss_types, self.configured_weights, strict=True)
+        ]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
 def train(context: TrainingContext) -> PolicyCallback:
     round_ = context.recorder.round
     path = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
     rows = read_rows(PreferencePair, path)
-    callback = DpoCallback(context, NAMES)
+    callback = PolicyCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)
     callback.train(trainer)
@@ -54,7 +91,7 @@ def train(context: TrainingContext) -> PolicyCallback:
 
 def make_trainer(
     context: TrainingContext, pairs: list[TokenizedPair], callback: PolicyCallback
-) -> DPOTrainer:
+) -> SharedDpoTrainer:
     """TRL's trainer on pairs from `tokenise_pairs`."""
     params, dpo, lora = context.params, context.params.dpo, context.params.ppo.lora
     train_params = TrainParams(
@@ -67,7 +104,7 @@ def make_trainer(
         train_params, params.model, params.seed, context.work, continues=False
     )
     with progress("preparing the training"):
-        return TokenDpoTrainer(
+        return SharedDpoTrainer(
             model=context.sft,
             args=DPOConfig(
                 **arguments,
@@ -83,45 +120,6 @@ def make_trainer(
             # a config, since of a ready PeftModel TRL would keep a copy as the reference
             peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
         )
-
-
-class TokenDpoTrainer(DPOTrainer):
-    """DPOTrainer on rows that are tokens already.
-
-    TRL tokenises prompt and response as one text, which gives other tokens where they meet.
-    """
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
-
-
-class SharedDpoTraining(SharedTraining):
-    """`sft` is a mean over the tokens of the chosen responses, not over pairs: its weight makes up
-    for a process's other share of them.
-    """
-
-    def __init__(self, trainer: TokenDpoTrainer) -> None:
-        super().__init__(trainer)
-        self.dpo, self.weights = trainer, list(trainer.loss_weights)
-
-    def own_loss(
-        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
-    ) -> Tensor:
-        own_rows, all_rows = inputs[ROWS].tolist()
-        chosen, _ = inputs["completion_mask"][:, 1:].chunk(2)  # of what the model predicts
-        own_tokens = chosen.sum() * (own_rows > 0)
-        all_tokens = own_tokens.clone()
-        world.add_up([all_tokens])
-        factor = float(own_tokens / all_tokens) * all_rows / max(own_rows, 1)
-        self.dpo.loss_weights = [
-            weight * factor if loss == DpoLoss.sft.value else weight
-            for loss, weight in zip(self.dpo.loss_types, self.weights, strict=True)
-        ]
-        return super().own_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-
-
-class DpoCallback(PolicyCallback):
-    sharing = SharedDpoTraining
 
 
 def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list[TokenizedPair]:
