@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from stages.lib.core.errors import PRINTED_BY_SQLITE, BadInput, chain_of, print_failure
+from stages.lib.core.errors import BadInput, chain_of, print_failure, sqlite_errnos
 from stages.lib.core.files import rename
 
 
@@ -41,9 +41,9 @@ def make_database(path: Path, make: Callable[[Path], None]) -> None:
             with without_fsync(unfinished):
                 make(unfinished)
         except Exception as error:
-            if number := _errno(error):
-                raise OSError(number, os.strerror(number), str(path)) from error
-            raise
+            if not (numbers := sqlite_errnos(" ".join(map(str, chain_of(error))))):
+                raise
+            raise OSError(numbers[0], os.strerror(numbers[0]), str(path)) from error
         with closing(sqlite3.connect(unfinished)) as database:  # so that no journal is left
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         rename(unfinished, path)
@@ -71,12 +71,6 @@ def without_fsync(path: Path) -> Iterator[None]:
         yield
     finally:
         event.remove(Engine, "connect", set_pragma)
-
-
-def _errno(error: Exception) -> int | None:
-    """Of an error of the disk that SQLite met; None for other errors."""
-    text = " ".join(map(str, chain_of(error)))
-    return next((number for words, number in PRINTED_BY_SQLITE.items() if words in text), None)
 
 
 def make_or_exit(path: Path, make: Callable[[Path], None], server: str) -> None:

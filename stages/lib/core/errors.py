@@ -71,10 +71,15 @@ PRINTED_BY_SQLITE = {
 }
 
 
+def sqlite_errnos(text: str) -> list[int]:
+    """The errors of the disk that SQLite has printed."""
+    return [number for words, number in PRINTED_BY_SQLITE.items() if words in text]
+
+
 def storage_advice(text: str) -> str | None:
     """The next step after a disk's error in a message of Python or a library; None: it has none."""
     numbers = [int(first or second) for first, second in PRINTED_ERRNO.findall(text)]
-    numbers += [number for words, number in PRINTED_BY_SQLITE.items() if words in text]
+    numbers += sqlite_errnos(text)
     return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
 
 

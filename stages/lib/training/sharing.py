@@ -44,7 +44,7 @@ class SharedTraining(Trainer):
         own = world.share(len(rows))
         # a model cannot run on no rows: then one runs, and counts as none
         batch: dict[str, Any] = self.collate_rows([rows[i] for i in own] or rows[:1])
-        return batch | {ROWS: torch.tensor([len(own), len(rows)])}
+        return batch | {ROWS: (len(own), len(rows))}
 
     def _get_num_items_in_batch(
         self, batch_samples: list[Any], device: torch.device
@@ -67,7 +67,7 @@ class SharedTraining(Trainer):
     ) -> Any:
         """This process's part of the loss: the parts of all add up to the loss of the batch."""
         assert not return_outputs
-        self.own_rows, all_rows = inputs.pop(ROWS).tolist()
+        self.own_rows, all_rows = inputs.pop(ROWS)
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         is_mean = num_items_in_batch is None
         return loss * (self.own_rows / all_rows if is_mean else float(self.own_rows > 0))

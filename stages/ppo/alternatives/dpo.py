@@ -6,7 +6,6 @@ Training needs neither the reward model nor samples of the policy.
 from typing import Any, TypedDict
 
 from datasets import Dataset
-from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -55,27 +54,25 @@ class SharedDpoTrainer(SharedTraining, DPOTrainer):
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """`sft` is a mean over the tokens of the chosen responses, not over pairs: its weight makes
-        up for a process's other share of them.
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if world.size() > 1:
+            self.loss_weights = self.own_weights(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def own_weights(self, inputs: dict[str, Any]) -> list[float]:
+        """The weights of the losses in this process: `sft` is a mean over the tokens of the chosen
+        responses, not over pairs, so its weight makes up for a process's other share of them.
         """
-        own_rows, all_rows = inputs[ROWS].tolist()
+        own_rows, all_rows = inputs[ROWS]
         chosen, _ = inputs["completion_mask"][:, 1:].chunk(2)  # of what the model predicts
         own_tokens = chosen.sum() * (own_rows > 0)
         all_tokens = own_tokens.clone()
         world.add_up([all_tokens])
         factor = float(own_tokens / all_tokens) * all_rows / max(own_rows, 1)
-        self.loss_weights = [
+        return [
             weight * factor if loss == DpoLoss.sft.value else weight
             for loss, weight in zip(self.loss_types, self.configured_weights, strict=True)
         ]
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 def train(context: TrainingContext) -> PolicyCallback:
