@@ -70,7 +70,7 @@ def exit_code(arguments: list[str] | None) -> int:
         return app(words, exit_on_error=False, print_error=False) or 0
     except CycloptsError as error:
         command = " ".join(["rondo", *(error.command_chain or ())])
-        reason = str(error).rstrip(".")
+        reason = str(error).rstrip("., ")  # of a long list it prints the start
         return print_failure(BadInput(f"{reason}; next: `{command} --help`"), "rondo")
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return RondoError.exit_code

@@ -34,6 +34,7 @@ from stages.lib.core.errors import (
     RondoError,
     StorageFailed,
     Unreachable,
+    chain_of,
     memory_advice,
     storage_advice,
 )
@@ -83,7 +84,8 @@ def open_repo() -> Iterator[Any]:
     except (DvcException, SCMError) as error:
         # DVC's own message of a damaged dvc.lock has no next step
         locks.read_locks()
-        raise BadInput(f"dvc: {error}") from None
+        causes = [str(one) for one in chain_of(error) if isinstance(one, DvcException | SCMError)]
+        raise BadInput(f"dvc: {': '.join(causes)}") from None
 
 
 def stages_of(repo: Any) -> Any:

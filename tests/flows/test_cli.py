@@ -23,6 +23,8 @@ def test_bad_input_ends_with_2_before_anything_starts(
         return written.err
 
     for arguments, message in (
+        (["statsu"], 'Did you mean "status"?'),
+        (["statsu"], "status; next: `rondo --help`"),
         (["run", "--preset", "nope"], "no such preset"),
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),

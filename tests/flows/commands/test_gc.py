@@ -99,6 +99,11 @@ def test_what_something_refers_to_stays_in_the_cache(
     # the list, the file in it, and metrics.json, which git has too
     assert "3 files of DVC's cache that nothing refers to" in capsys.readouterr().out
 
+    data = read_lock("prepare@r0")["outs"][0]["md5"]
+    (project / ".dvc/cache/files/md5" / data[:2] / data[2:]).unlink()
+    assert cli.exit_code(["gc", "--cache"]) == 2  # DVC cannot tell what is in use
+    assert "without cache for directory 'rounds/r0/prepare/data'" in capsys.readouterr().err
+
 
 def test_files_with_links_elsewhere_free_nothing(tmp_path: Path) -> None:
     for name in ("a/one", "b/kept"):
