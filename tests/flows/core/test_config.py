@@ -27,7 +27,7 @@ def test_settings_change_only_their_keys_and_comments_stay(params_yaml: Path) ->
     config.write_params(config.resolve())
     before = params_yaml.read_text()
     changes = config.write_params(config.resolve(settings=["ppo.gamma=0.5", "seed=7"]))
-    assert changes == ["seed 0 -> 7", "ppo.gamma 1.0 -> 0.5"]
+    assert changes == ["ppo.gamma 1.0 -> 0.5", "seed 0 -> 7"]
     assert params_yaml.read_text() == before.replace("gamma: 1.0", "gamma: 0.5").replace(
         "seed: 0", "seed: 7"
     )

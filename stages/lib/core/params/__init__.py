@@ -34,14 +34,10 @@ from stages.lib.core.params.judging import AnnotateParams, EndpointParams, Judge
 from stages.lib.core.params.policy import (
     OFFLINE,
     Algorithm,
-    BestOfNParams,
     Critic,
-    DpoParams,
     Engine,
-    GrpoParams,
     OnlineParams,
-    PpoParams,
-    RlooParams,
+    PolicySections,
 )
 from stages.lib.core.params.shared import LauncherParams, LauncherType, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
@@ -53,7 +49,7 @@ PARAMS_FILE = Path("params.yaml")
 SHARED = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
 
 
-class Params(ParamsSection):
+class Params(PolicySections):
     """All of params.yaml."""
 
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of data splits, training and sampling.")
@@ -68,15 +64,6 @@ class Params(ParamsSection):
     sft: SftParams = Field(default_factory=SftParams)
     annotate: AnnotateParams = Field(default_factory=AnnotateParams)
     reward: RewardParams = Field(default_factory=RewardParams)
-    algorithm: Algorithm = Field(
-        Algorithm.ppo,
-        description="How the policy is trained from the SFT model (docs/algorithms.md).",
-    )
-    ppo: PpoParams = Field(default_factory=PpoParams)
-    dpo: DpoParams = Field(default_factory=DpoParams)
-    best_of_n: BestOfNParams = Field(default_factory=BestOfNParams)
-    rloo: RlooParams = Field(default_factory=RlooParams)
-    grpo: GrpoParams = Field(default_factory=GrpoParams)
     evaluate: EvaluateParams = Field(default_factory=EvaluateParams)
     capability: CapabilityParams = Field(default_factory=CapabilityParams)
     replay: ReplayParams = Field(default_factory=ReplayParams)

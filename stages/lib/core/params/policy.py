@@ -362,3 +362,17 @@ class PpoParams(ParamsSection):
         if len(set(names)) < len(names):
             raise ValueError(f"ppo.rewards: the names {names} must differ")
         return self
+
+
+class PolicySections(ParamsSection):
+    """How the policy is trained: the algorithm, and a section of params.yaml for each."""
+
+    algorithm: Algorithm = Field(
+        Algorithm.ppo,
+        description="How the policy is trained from the SFT model (docs/algorithms.md).",
+    )
+    ppo: PpoParams = Field(default_factory=PpoParams)
+    dpo: DpoParams = Field(default_factory=DpoParams)
+    best_of_n: BestOfNParams = Field(default_factory=BestOfNParams)
+    rloo: RlooParams = Field(default_factory=RlooParams)
+    grpo: GrpoParams = Field(default_factory=GrpoParams)
