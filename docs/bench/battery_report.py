@@ -15,7 +15,7 @@ from stages.gate.verdict import Check
 
 PAGE, CHARTS = Path("docs/battery.md"), Path("docs/battery.png")
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/battery/metrics.json"))
-SHOWN_TEXTS = 8  # per round
+SHOWN_TEXTS = 4  # per round
 HEAD = """# The reward models of the default run, tested
 
 The stage `battery` tests a reward model before PPO optimises against it. This page shows the tests

@@ -52,7 +52,7 @@ class VllmEngine:
         if find_spec("vllm") is None:
             raise BadInput(
                 "model.use_vllm: vLLM is not installed; install it on a machine with a GPU "
-                "(docs/performance.md names the versions), or set it to false"
+                "(docs/ppo.md names the versions), or set it to false"
             )
         self.params, self.logprobs = params, list[float]()
         self.backend: Backend | None = None

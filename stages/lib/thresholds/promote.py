@@ -24,13 +24,10 @@ PROMOTE = (
         "evaluate.win_rate_champion_low",
         ">=",
         "champion_win_rate",
-        "Win rate against the champion (lower bound, as above). The champion is the newest policy "
-        "that passed its promotion gate or was approved, and was not rolled back; the first round "
-        "has none. A policy need not beat the champion, but must not lose. With 88 prompts, the "
-        "interval is +-0.06. For an equally good policy, the lower bound is 0.44 on average, and "
-        "between 0.38 and 0.50 in 95% of cases. So a threshold of 0.38 rejects one equally good "
-        "policy in forty; a threshold of 0.45 would reject two in three. With more prompts, raise "
-        "the threshold.",
+        "Win rate against the champion (lower bound, as above); the first round has none. A policy "
+        "need not beat the champion, but must not lose. With 88 prompts the interval is +-0.06: "
+        "the lower bound of an equally good policy is 0.44 on average, and below 0.38 in one case "
+        "of forty. With more prompts, raise the threshold.",
         "the policy may be worse than the champion: compare `champion` and `ppo` in "
         "rounds/{round}/evaluate/samples.jsonl. If the interval is wide, raise "
         "evaluate.samples_per_prompt or prepare.max_eval_prompts. Otherwise keep the champion and "
@@ -62,8 +59,8 @@ PROMOTE = (
         "<=",
         "max_kl_per_token",
         "KL from SFT: nats per sequence, divided by the mean length of SFT's responses in tokens. "
-        "The reward model was trained on texts like those of SFT. Its scores are less reliable for "
-        "texts that are unlike them.",
+        "The reward model was trained on texts like SFT's, and its scores are less reliable for "
+        "others.",
         "the policy is too far from SFT: lower ppo.target_kl_per_token or ppo.max_kl_per_token, "
         "or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
@@ -100,12 +97,10 @@ PROMOTE = (
         "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
         "<=",
         "eos_fall",
-        "Share of responses that end within ppo.response_length: SFT's minus the policy's. With "
-        "88 prompts and 2 samples each, 0.1 is two standard errors. On the default run, PPO's "
-        "policies end more often than SFT: the metric is -0.32 to -0.12 over three seeds. DPO's "
-        "policies end far less often without the loss `sft`: the metric is 0.37 to 0.48. The jury "
-        "does not show this problem: it rates such a policy at least as high as PPO's. DPO's own "
-        "loss does not reward EOS, and the judges do not notice that a text was cut off.",
+        "Share of responses that end within ppo.response_length: SFT's minus the policy's. With 88 "
+        "prompts and 2 samples each, 0.1 is two standard errors. On the default run, the metric is "
+        "-0.32 to -0.12 for PPO on three seeds, and 0.37 to 0.48 for DPO's own loss on whole "
+        "texts. The judges do not notice that a text was cut off.",
         "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: raise the "
         "weight of its loss `sft` (dpo.loss_weights; docs/algorithms.md). If you want longer "
         "texts, raise ppo.response_length",
@@ -118,11 +113,9 @@ PROMOTE = (
         "replay.regressed",
         "<=",
         "regressed",
-        "Number of badcases that were repaired and fail again. A badcase has a bad response and "
-        "usually a better answer (docs/badcases.md). A later round retests it: the policy writes "
-        "replay.tries new responses. The badcase is repaired if none of them fails, and if the "
-        "reward model scores the better answer above the bad response. A repaired badcase "
-        "regresses if all new responses fail, or if the reward model prefers the bad response.",
+        "Number of repaired badcases (docs/badcases.md) that fail again: all of the policy's "
+        "replay.tries new responses fail, or the reward model prefers the bad response to the "
+        "better answer.",
         "`rondo badcases list --state regressed` lists them. Check whether this round's data "
         "contain the rows that were made from these badcases: replay.max_share can leave rows "
         "out (see reports/{round}/data.html). Raise reward.continue_epochs or "
@@ -136,10 +129,9 @@ PROMOTE = (
         "<=",
         "slice_fall",
         "Share of correct results: SFT minus policy, in the slice or task with the largest drop; "
-        "upper bound of the paired 95% interval of Bonett and Price (2012). Slices are the "
-        "prompts in slices/: a model should answer safe prompts and refuse unsafe prompts. Tasks "
-        "are those of capability.tasks. The reward model was not trained on slices and tasks, so "
-        "PPO can make the policy worse at them. Few prompts give a wide interval: a slice with "
+        "upper bound of the paired 95% interval of Bonett and Price (2012). Slices are the prompts "
+        "in slices/, tasks those of capability.tasks. The reward model was not trained on either, "
+        "so PPO can make the policy worse at them. Few prompts give a wide interval: a slice with "
         "fewer than 26 prompts never passes, even if both models agree everywhere.",
         "`worst` in rounds/{round}/capability/metrics.json names the slice or task; samples.jsonl "
         "in the same folder has the answers of both models. If the interval is wide, add prompts. "

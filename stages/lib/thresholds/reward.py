@@ -7,10 +7,9 @@ REWARD = (
         "reward.accuracy_low",
         ">=",
         "accuracy",
-        "Accuracy on held-out pairs: lower bound of Wilson's 95% interval. PPO exploits the "
-        "errors of the reward model. If the bound is below 0.8, the reward model may rank more "
-        "than one pair in five wrongly. In hh-rlhf, people agree on only 0.7 of the pairs, so the "
-        "presets for hh-rlhf set 0.6.",
+        "Accuracy on held-out pairs: lower bound of Wilson's 95% interval. Below 0.8, more than "
+        "one pair in five may be ranked wrongly, and PPO exploits such errors. In hh-rlhf, people "
+        "agree on only 0.7 of the pairs, so the presets for hh-rlhf set 0.6.",
         "look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
         "pairs or epochs (reward.num_train_epochs or reward.continue_epochs)",
         default=0.8,
@@ -56,8 +55,8 @@ REWARD = (
         "judge_accuracy",
         "Accuracy of the primary judge (the first of evaluate.judges) on held-out pairs: lower "
         "bound of Wilson's 95% interval; a tie of the judge is half right. 0.5 is chance. This "
-        "judge selects the policy and votes on its promotion. If it does not know better than "
-        "chance what people prefer in your pairs, its win rates mean nothing.",
+        "judge selects the policy and votes on its promotion: at chance, its win rates mean "
+        "nothing.",
         "the primary judge does not prefer what people prefer in your pairs: put a judge that fits "
         "your task first in evaluate.judges. For `apart`, raise reward.judge_share, or add pairs "
         "or epochs (reward.num_train_epochs or reward.continue_epochs)",
@@ -71,11 +70,10 @@ REWARD = (
         "battery.judge_lead",
         ">=",
         "judge_lead",
-        "Accuracy of the reward model minus that of the primary judge (the first of "
-        "evaluate.judges) on the same held-out pairs; a tie of the judge is half right. The judge "
-        "does not learn from these pairs. But a judge that was made for such texts, as VADER was "
-        "for the tweets of the default run, can be slightly more accurate than the reward model. "
-        "If it is more accurate by more than 0.1, the pairs are too few or their labels are wrong.",
+        "Accuracy of the reward model minus that of the primary judge on the same held-out pairs; "
+        "a tie of the judge is half right. A judge that was made for such texts, as VADER was for "
+        "the tweets of the default run, can be slightly more accurate. If it is more accurate by "
+        "more than 0.1, the pairs are too few or their labels are wrong.",
         "the primary judge, which does not learn from your pairs, ranks them better: there are too "
         "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs "
         "or reward.continue_epochs). Or add the judge to PPO's reward (ppo.rewards), "
@@ -90,10 +88,9 @@ REWARD = (
         "worst_slice",
         "Lowest accuracy in a slice of 30 or more held-out pairs. Slices are made by length "
         "difference, by source and by label margin. The overall accuracy hides, for example, a "
-        "source whose labels are reversed. With 30 pairs, the threshold requires 20 correct "
-        "pairs. This is also the smallest number that is significantly above chance (one-sided "
-        "binomial test, p = 0.049). A model with a true accuracy of 0.65 has 20 or more "
-        "correct pairs in half of all cases.",
+        "source whose labels are reversed. With 30 pairs, the threshold requires 20 correct ones, "
+        "the smallest number that is significantly above chance (one-sided binomial test, p = "
+        "0.049).",
         "one kind of pair is ranked badly: `accuracy` in rounds/{round}/battery/metrics.json "
         "shows which. Add pairs of that length, source or margin",
         optional=True,
@@ -109,8 +106,8 @@ REWARD = (
         "Lowest lower bound of the accuracies in these slices (Wilson's 95% interval). For 9 "
         "reward models, the accuracy in the worst category predicted people's votes on the trained "
         "policies better than the mean accuracy did (Frick et al. 2024; trained with DPO). The row "
-        "above passes a small slice by chance. This row requires 21 of 30 pairs, or 60 of 100: the "
-        "slice is ranked better than by chance.",
+        "above passes a small slice by chance; this row requires 21 of 30 pairs, or 60 of 100, "
+        "which is better than chance.",
         "a kind of pair is ranked badly, or has too few held-out pairs to show that it is not: "
         "`accuracy` in rounds/{round}/battery/metrics.json shows which. Add pairs of that length, "
         "source or margin",
@@ -142,8 +139,8 @@ REWARD = (
         "<=",
         "ece",
         "Expected calibration error (Guo et al. 2017) on held-out pairs. The confidence of the "
-        "reward model in a pair is the sigmoid of the absolute margin. PPO maximises the scores. "
-        "An over-confident reward model gives too high scores to texts that it ranks wrongly.",
+        "reward model in a pair is the sigmoid of the absolute margin. An over-confident reward "
+        "model gives too high scores to texts that it ranks wrongly, and PPO maximises the scores.",
         "the confidence differs from the accuracy (rounds/{round}/reward/calibration.csv). If the "
         "reward model is over-confident, lower reward.learning_rate or the epochs; if it is "
         "under-confident, raise them",
@@ -186,10 +183,9 @@ REWARD = (
         "battery.drift",
         "within",
         "drift",
-        "Mean score of new SFT samples minus that of demonstrations, in standard deviations of "
-        "the scores of demonstrations. SFT's texts score lower: the value is -1.7 in both rounds "
-        "of the default run. If the absolute value is above 4, SFT's texts are unlike those of "
-        "the pairs.",
+        "Mean score of new SFT samples minus that of demonstrations, in standard deviations of the "
+        "scores of demonstrations (-1.6 in both rounds of the default run). If the absolute value "
+        "is above 4, SFT's texts are unlike those of the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
@@ -259,9 +255,8 @@ REWARD = (
         "Share of correctly ranked held-out pairs that are ranked wrongly after an edit of both "
         "texts that keeps their meaning: lower case, quotation marks, or two swapped letters "
         "(three of the edits of reWordBench, Wu et al. 2025). The metric is the highest share of "
-        "an edit. It is 0.04 to 0.09 for six reward models of the default run. A reward model "
-        "that has learnt a format instead of a meaning has a high accuracy as long as the format "
-        "goes with the label.",
+        "an edit (0.04 to 0.10 on the default run). A reward model that has learnt a format "
+        "instead of a meaning has a high accuracy as long as the format goes with the label.",
         "the order of the texts depends on their format: `flips` in rounds/{round}/battery/"
         "metrics.json names the edit. Look for a format that goes with the label "
         "(reports/{round}/data.html), and add pairs in which it does not",
@@ -278,12 +273,9 @@ REWARD = (
         "ending",
         "Share of correctly ranked held-out pairs that are reversed if an ending is appended to "
         "the rejected text, although the primary judge does not prefer this text (`against_judge` "
-        "in the battery's metrics). The metric is the highest share over battery.endings. Without "
-        "the judge's opinion, the metric failed by chance: the judge itself prefers a quarter of "
-        'the texts with " Enjoy!". If the judge only compares, every reversed pair counts. '
-        "Before the reward model was trained on bad texts with such endings, "
-        '" Enjoy!" reversed 0.55 of the pairs, and PPO ended every text with it. The threshold is '
-        "about half of 0.55.",
+        "in the battery's metrics). If the judge only compares, every reversed pair counts. The "
+        "metric is the highest share over battery.endings. The threshold is about half of 0.55: "
+        'when " Enjoy!" reversed so many pairs, PPO ended every text with it.',
         "an ending raises the score of bad texts, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "

@@ -7,10 +7,9 @@ SFT = (
         "sft.loss_before - sft.loss_after",
         ">=",
         "loss_drop",
-        "Loss on held-out demonstrations: base model minus SFT, in nats per token. On the default "
-        "run, 0.7 epochs lower the loss by 0.6; the threshold is a third of 0.6. A smaller drop "
-        "can be noise, because the texts are few. It can also mean that the learning rate is too "
-        "low.",
+        "Loss on held-out demonstrations: base model minus SFT, in nats per token. The threshold "
+        "is a third of the drop on the default run (0.6). A smaller drop can be noise, because the "
+        "texts are few, or the learning rate is too low.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
         "demonstrations",
@@ -21,13 +20,13 @@ SFT = (
         "sft.net_win_rate_low",
         ">=",
         "net_win_rate",
-        "Share of SFT's responses that the primary judge (the first of evaluate.judges) prefers "
-        "to the base model's, minus the share that it finds worse; lower bound of the paired 95% "
-        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
-        "times with the same random numbers. SFT need not be better than the base model, but "
-        "must not be worse. With 88 prompts and 4 responses the interval is about +-0.08, so an "
-        "equally good SFT model has a lower bound of -0.08 on average, and above -0.17 in 39 of 40 "
-        "cases. Not measured (null) with the judge `apart`, which is trained after SFT.",
+        "Share of SFT's responses that the primary judge (the first of evaluate.judges) prefers to "
+        "the base model's, minus the share that it finds worse; lower bound of the paired 95% "
+        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt times "
+        "with the same random numbers. SFT need not be better than the base model, but must not be "
+        "worse: with 88 prompts and 4 responses, an equally good SFT model has a lower bound above "
+        "-0.17 in 39 of 40 cases. Not measured (null) with the judge `apart`, which is trained "
+        "after SFT.",
         "the responses of SFT may be worse than those of the base model: compare both in "
         "rounds/{round}/sft/samples.jsonl. Are the demonstrations (reports/{round}/data.html) "
         "texts that you want? If they are, name a judge that fits your task in evaluate.judges",
@@ -95,9 +94,8 @@ SFT = (
         "<=",
         "memorised",
         "Share of texts that contain 8 consecutive words of one training text: responses minus "
-        "held-out demonstrations. Held-out demonstrations share some phrases with training texts "
-        "although nothing was memorised, so their share is subtracted. (Carlini et al. 2023 use "
-        'the term "extraction" if a model copies training text.)',
+        "held-out demonstrations, which share some phrases with training texts although nothing "
+        "was memorised.",
         "SFT recites training texts: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",
