@@ -23,7 +23,6 @@ import psutil
 
 from flows.core import locks
 from flows.core.addresses import split_address
-from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import (
@@ -43,10 +42,9 @@ from stages.lib.core.files import (
     remove_unfinished,
     stage_dir,
     work_dir,
-    write_text,
 )
 from stages.lib.core.progress import progress, reporting
-from stages.lib.core.reading import parse_yaml, read_yaml
+from stages.lib.core.reading import read_yaml
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
 ERROR_LINES = 15  # of a failed stage's output, in the error message
@@ -172,12 +170,9 @@ def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[
 
 def up_to_date(address: str) -> bool:
     """Whether `dvc status` reports no change of a stage."""
-    with open_repo() as repo:
-        return _is_unchanged(repo, address)
-
-
-def _is_unchanged(repo: Any, address: str) -> bool:
-    return address not in repo.status(targets=[address])
+    with open_repo() as repo, repo.lock:
+        (stage,) = repo.stage.collect(address)
+        return not stage.status(check_updates=True)
 
 
 # By default glibc returns a freed tensor to the kernel, which then clears the pages of the next
@@ -227,7 +222,7 @@ def run(
     force: bool = False,
     around: AbstractContextManager[object] | None = None,
 ) -> Outcome:
-    """Bring one stage up to date with `dvc repro --single-item`.
+    """Bring one stage up to date (flows/execution/repro.py).
 
     Args:
         address: DVC's name of the stage, e.g. `sft@r0`.
@@ -252,9 +247,10 @@ def run(
         <Outcome.ran: 'ran'>
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
-        with open_repo() as repo:
-            remove_temporaries(repo, address)
-            if not force and _is_unchanged(repo, address):
+        with open_repo() as repo, repo.lock:
+            (stage,) = repo.stage.collect(address)
+            remove_temporaries(stage)
+            if not force and not stage.status(check_updates=True):
                 return Outcome.unchanged
             repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
@@ -272,23 +268,18 @@ def run(
                 on_line(line)
                 reporter.printed()
 
-        flags = ["--single-item", *(["--force"] if force else [])]
-        # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold
-        # the lock for longer, and the outputs of a stage that cannot be recorded are lost.
-        command = ["dvc", "--wait-for-lock", "repro", *flags, address]
-        with around or nullcontext(), keep_other_stages(address):
+        command = ["flows.execution.repro", address, *(["--force"] if force else [])]
+        with around or nullcontext():
             code = stream(command, sort_line)
-            if was_killed(code):
-                raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         if code:
-            raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
+            raise _failure(address, code, "\n".join(stage_lines))
         clear_resume_states(address)
         cached = any("is cached" in line for line in dvc_lines)
         return Outcome.restored if cached else Outcome.ran
 
 
-# What killed processes leave: entries in DVC's lists, half of dvc.lock, files and folders that are
-# not finished, and states to resume from.
+# What killed processes leave: entries in DVC's lists, files and folders that are not finished, and
+# states to resume from.
 
 
 def running_commands() -> list[str]:
@@ -329,47 +320,19 @@ def remove_stale_rwlock(repo: Any) -> None:
             RWLOCK.unlink(missing_ok=True)
 
 
-@contextmanager
-def keep_other_stages(address: str) -> Iterator[None]:
-    """Restore dvc.lock if DVC is cut off in the block and leaves other stages than this one changed
-    in it.
-
-    DVC empties the file before it writes it: if it is cut off then, the records of all stages are
-    lost.
-    """
-    before = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
-    try:
-        yield
-    except BaseException:
-        after = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
-        if after != before and _other_stages(after, address) != _other_stages(before, address):
-            write_text(LOCK, before) if before else LOCK.unlink()
-        raise
-
-
-def _other_stages(text: str, address: str) -> dict[str, Any] | None:
-    """All stages of a dvc.lock but one; None if it is not complete."""
-    try:
-        stages = parse_yaml(text)["stages"] if text else {}
-        return {name: stage for name, stage in stages.items() if name != address}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def remove_temporaries(repo: Any, address: str) -> None:
+def remove_temporaries(stage: Any) -> None:
     """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
     the names that `replacing` and DVC give them until they are complete.
 
     Also of an unchanged stage, since `dvc repro` by hand removes none. Other commands write beside
     outputs, e.g. into reports/: their files stay.
     """
-    stage, round_ = split_address(address)
-    for folder in (stage_dir(round_, stage), work_dir(round_, stage)):
+    name, round_ = split_address(stage.addressing)
+    for folder in (stage_dir(round_, name), work_dir(round_, name)):
         for path in folder.rglob(".*.tmp"):
             if path.is_file():
                 path.unlink()
-    (made,) = repo.stage.collect(address)
-    for output in (Path(out.fs_path) for out in made.outs):
+    for output in (Path(out.fs_path) for out in stage.outs):
         remove_unfinished(output)
         for path in output.parent.glob(".*.tmp"):
             if DVC_TEMPORARY.fullmatch(path.name):
@@ -436,26 +399,14 @@ DVC_COMPARES, STAGE_STARTS = "DVC compares files with dvc.lock", "the stage star
 DVC_STORES = "DVC hashes and stores the outputs"
 # Lines of DVC itself. The log leaves them out: the flow reports the same in one line.
 DVC_NOISE = re.compile(
-    r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python "
-    r"|(Updating|Generating) lock file|To track the changes with git|\s*git add "
-    r"|To enable auto staging|\s*dvc config core.autostage|Use `dvc push`"
-    r"|Data and pipelines are up|WARNING: '.*' is empty\.$"
-    r"|ERROR: failed to reproduce .* exited with -?\d+$"
+    r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python |WARNING: '.*' is empty\.$"
 )
-EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 
 
 # Errors whose message the stage has already printed; its exit code tells which one it was.
 ERROR_BY_EXIT_CODE = {
     error.exit_code: error for error in (BadInput, Unreachable, StorageFailed, OutOfMemory)
 }
-
-
-def was_killed(code: int) -> bool:
-    """Whether a signal ended the process: its guard, or its stand-in of fork_server, returns 128 +
-    the signal, as a shell does; or the guard itself was killed.
-    """
-    return code < 0 or 128 < code <= 128 + signal.NSIG
 
 
 def disk_advice(output: str) -> str | None:
@@ -467,13 +418,8 @@ def disk_advice(output: str) -> str | None:
     return storage_advice(output) or (STORAGE_ADVICE[errno.ENOSPC] if full else None)
 
 
-def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> RondoError:
-    """The error of a failed `dvc repro`; `message`: the last lines that the stage printed.
-
-    DVC ends with 255 whatever the exit code of the stage was, but prints it last: `exited with 3`.
-    """
-    if match := EXIT_CODE.match(dvc_lines[-1] if dvc_lines else ""):
-        code = int(match[1])
+def _failure(address: str, code: int, message: str) -> RondoError:
+    """The error of a stage that failed; `message`: the last lines that it printed."""
     stage, round_ = split_address(address)
     if code == GateFailed.exit_code:
         checks = gate_message(round_, stage.removeprefix("gate_"))

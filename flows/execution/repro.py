@@ -1,0 +1,83 @@
+"""`python -m flows.execution.repro ADDRESS`: what `dvc repro --single-item ADDRESS` does, by DVC's
+own `Stage.reproduce`, with another writer of dvc.lock.
+
+DVC parses and writes the whole file with its comments for each stage, in Python: more than a second
+for two rounds, and as much again for every two more. And it empties the file first, so that a kill
+meanwhile loses the records of all stages.
+"""
+
+import argparse
+import io
+import re
+import sys
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
+
+from flows.core.locks import LOCK, read_locks
+from stages.lib.core.errors import RondoError, chain_of, print_failure, typed
+from stages.lib.core.files import write_text
+
+EXIT_CODE = re.compile(r"exited with (-?\d+)$")
+
+
+class Representer(SafeRepresenter):
+    """None as DVC writes it, without a word."""
+
+
+Representer.add_representer(
+    type(None), lambda self, _: self.represent_scalar("tag:yaml.org,2002:null", "")
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m flows.execution.repro")
+    parser.add_argument("address", help="a stage as DVC names it, e.g. sft@r0")
+    parser.add_argument("--force", action="store_true", help="run it even if nothing has changed")
+    arguments = parser.parse_args()
+    from dvc.exceptions import DvcException
+    from dvc.logger import setup
+    from dvc.stage.exceptions import StageCmdFailedError
+
+    setup()  # prints what DVC does
+    try:
+        reproduce(arguments.address, arguments.force)
+    except StageCmdFailedError as error:
+        match = EXIT_CODE.search(str(error))
+        code = int(match[1]) if match else 1
+        sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell's
+    except DvcException as error:
+        causes = ": ".join(str(one) for one in chain_of(error) if isinstance(one, DvcException))
+        sys.exit(print_failure(typed(error) or RondoError(causes), arguments.address))
+    except OSError as error:
+        sys.exit(print_failure(error, arguments.address))
+
+
+def reproduce(address: str, force: bool) -> None:
+    """Run a stage, or restore its outputs from DVC's cache, unless nothing has changed."""
+    from dvc.repo import Repo, lock_repo
+
+    # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold the
+    # lock for longer, and the outputs of a stage that cannot be recorded are lost.
+    with Repo(".", _wait_for_lock=True) as repo, lock_repo(repo), repo.scm_context(quiet=True):
+        (stage,) = repo.stage.collect(address)
+        if stage.reproduce(force=force):
+            record(stage)
+
+
+def record(stage: Any) -> None:
+    """Write a stage's entry of dvc.lock; the file is replaced at once, and has DVC's form."""
+    from dvc.stage.serialize import to_lockfile
+
+    yaml = YAML(typ="safe")
+    yaml.Representer = Representer
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    text = io.StringIO()
+    yaml.dump({"schema": "2.0", "stages": read_locks() | to_lockfile(stage)}, text)
+    write_text(LOCK, text.getvalue().replace(": \n", ":\n"))
+
+
+if __name__ == "__main__":
+    main()
