@@ -6,9 +6,8 @@ The judge is also measured against people, on held-out pairs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.annotate.human_pairs import compare_with_people, load_principles
+from stages.annotate.inputs import compare_with_people, load_principles, sample_sft
 from stages.annotate.revisions import make_revisions, write_usage
-from stages.annotate.sampling import sample_sft
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import stage_dir, write_jsonl
@@ -19,9 +18,8 @@ from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import user_files
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
-from stages.lib.judging.agreement import between_orders
-from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.jury import all_pairs, best_and_worst, between_orders, copeland_scores
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
     OUTCOME_BY_PREFERENCE,

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stages.annotate.human_pairs import compare_with_people, load_principles
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import compare_with_people, load_principles, sample_sft
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.files import REVISED, stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params

@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from stages.assets.datasets import tiny_texts
 from stages.assets.pypi import Package, fetch
-from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.model_folders import damage_named

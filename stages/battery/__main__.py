@@ -18,18 +18,17 @@ from stages.battery.best_of_n import (
     sample_and_score,
     score_metrics,
 )
-from stages.battery.flips import flip_metrics
 from stages.battery.judge_metrics import (
     ending_outcomes,
     pair_agreement,
     text_scores,
     with_judge_scores,
 )
-from stages.battery.lineage import lineage_distance
-from stages.battery.metrics import disjoint_pairs, pair_metrics, scores_by_side
+from stages.battery.metrics import disjoint_pairs, lineage_distance, pair_metrics, scores_by_side
 from stages.battery.phrase_mining import phrases_to_try
 from stages.battery.probes import (
     ending_metrics,
+    flip_metrics,
     probe_metrics,
     run_corruption_probes,
     run_ending_probes,

@@ -4,14 +4,50 @@ A chosen text is corrupted, or an ending is appended to a rejected text; a sound
 both below the original chosen text.
 """
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from stages.battery.metrics import PairScores, Rate, highest_rate, rate, text_keys, win
-from stages.lib.core.rows import PreferencePair
+from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import Edit
+from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics, Prompt, ScoreFunction
 from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
+
+
+def lower_case(text: str, _: random.Random) -> str:
+    return text.lower()
+
+
+def quoted(text: str, _: random.Random) -> str:
+    """In quotation marks, after the leading space."""
+    stripped = text.strip()
+    return text.replace(stripped, f'"{stripped}"', 1) if stripped else text
+
+
+def typo(text: str, generator: random.Random) -> str:
+    """Two neighbouring inner letters of one word of four or more letters swapped.
+
+    A text without such a word is returned as it is.
+    """
+    places = [
+        index
+        for index in range(1, len(text) - 2)
+        if text[index - 1 : index + 3].isalpha() and text[index] != text[index + 1]
+    ]
+    if not places:
+        return text
+    index = generator.choice(places)
+    return text[:index] + text[index + 1] + text[index] + text[index + 2 :]
+
+
+EDITS: dict[Edit, Callable[[str, random.Random], str]] = {
+    Edit.lower_case: lower_case,
+    Edit.quoted: quoted,
+    Edit.typo: typo,
+}
 
 
 @dataclass(frozen=True)
@@ -173,3 +209,47 @@ def one_ending(results: Sequence[ProbeResult], judge_outcomes: Sequence[float] |
 def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:
     """How often the text beats its original, with its interval and the number of texts."""
     return rate([result.beats_original for result in results], "rate", count_name)
+
+
+def flip_metrics(
+    pairs: Sequence[PreferencePair],
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    score: ScoreFunction,
+    params: Params,
+) -> Metrics:
+    """For each edit of both texts, the share of correctly ranked pairs that it ranks wrongly.
+
+    Args:
+        pairs: P pairs.
+        chosen: (P,) scores of the chosen texts.
+        rejected: (P,) scores of the rejected texts.
+        score: the reward model.
+        params: all params; the edits are `battery.edits`.
+    """
+    correct = [row for row, a, b in zip(pairs, chosen, rejected, strict=True) if a > b]
+    edits = params.battery.edits
+    flips = {edit.value: flip_rate(correct, edit, score, params.seed) for edit in edits}
+    return {"flips": flips, "worst_flip": highest_rate(flips.values())}
+
+
+def flip_rate(pairs: Sequence[PreferencePair], edit: Edit, score: ScoreFunction, seed: int) -> Rate:
+    """Of pairs that are ranked correctly; pairs whose texts stay the same are left out."""
+    changed = [
+        (row["prompt"], *texts)
+        for row in pairs
+        if (texts := edited(row, edit, seed)) != (row["chosen"], row["rejected"])
+    ]
+    prompts = [prompt for prompt, _, _ in changed]
+    chosen = score(prompts, [text for _, text, _ in changed])
+    rejected = score(prompts, [text for _, _, text in changed])
+    scores = zip(chosen, rejected, strict=True)
+    return rate([win(worse, better) for better, worse in scores], "rate", "pairs")
+
+
+def edited(row: PreferencePair, edit: Edit, seed: int) -> tuple[str, str]:
+    """Chosen and rejected text; a text is always edited in the same way."""
+    chosen, rejected = (
+        EDITS[edit](row[side], random.Random(f"{seed} {row[side]}")) for side in SIDES
+    )
+    return chosen, rejected

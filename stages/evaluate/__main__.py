@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
-from stages.evaluate.equal_kl import WIN_RATE, compare_with_champion
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
+    WIN_RATE,
     ModelResults,
+    compare_with_champion,
     print_metrics,
     side_by_side,
     win_rate_with_prompts_needed,

@@ -49,9 +49,9 @@ from stages.prepare.audit import (
     SHOWN_COLUMNS,
     TIE,
     Audit,
+    render_report,
 )
 from stages.prepare.merge_replay import merge_replay
-from stages.prepare.report import render_report
 from stages.prepare.shortcuts import languages, lengths, shortcuts
 from stages.prepare.sources import declared_files, source_sets
 from stages.prepare.tweets import tweet_sets

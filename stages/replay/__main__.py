@@ -27,7 +27,6 @@ from stages.lib.lm import world
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.scoring import RewardScorer
 from stages.replay.badcases import Badcase, Cause, Report, read_ledger
-from stages.replay.better_answers import better_answers
 from stages.replay.exploits import Exploit, ending_candidates, exploit_pairs, find_exploits
 from stages.replay.inputs import ReplayInputs, last_third, read_inputs
 from stages.replay.mining import (
@@ -37,21 +36,25 @@ from stages.replay.mining import (
     find_badcases,
     reported_badcases,
 )
-from stages.replay.policy_pairs import POLICY_PAIR, finished_responses, policy_pairs
-from stages.replay.policy_samples import (
+from stages.replay.retest import exploit_metrics, repair_metrics, resample_and_retest
+from stages.replay.sampler import (
+    Sampler,
     compared_samples,
     judged_by_lexicon,
     rollout_samples,
+    sample_candidates,
     score_without_exploits,
 )
-from stages.replay.progress import exploit_metrics, repair_metrics, resample_and_retest
-from stages.replay.sampler import Sampler, sample_candidates
 from stages.replay.training_rows import (
+    POLICY_PAIR,
     REVISED_SOURCE,
     add_earlier,
+    better_answers,
     demonstrations_of,
+    finished_responses,
     limit_rows,
     make_training_rows,
+    policy_pairs,
 )
 
 FRESH_PROMPTS = 96

@@ -19,16 +19,36 @@ from stages.lib.core.rows import (
 )
 from stages.lib.data.prompts import pairs_with_room_for_ending
 from stages.lib.data.rollouts import read_rollouts
+from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import (
     HELD_OUT,
     DataSets,
+    check_not_in_eval_set,
     check_prompts_not_in_eval_set,
     dedupe_prompts,
     prompt_key,
     shuffled,
 )
-from stages.replay.badcases import Report
-from stages.replay.user_reports import read_user_reports
+from stages.replay.badcases import MiningPrompt, Report, read_user_rows
+
+
+def read_user_reports(
+    round_: str, evaluation: Sequence[PromptRow]
+) -> tuple[list[Report], list[PromptRow]]:
+    """Reports, and prompts to sample.
+
+    Raises:
+        BadInput: a row is neither, or its prompt is in the evaluation set or in slices/, which may
+            not be trained on.
+    """
+    rows = read_user_rows(round_)
+    prompts = [(f"{location}: its prompt", row.prompt) for location, row in rows]
+    check_not_in_eval_set(prompts, evaluation, "remove the row")
+    check_not_in_slices(prompts)
+    reports = [row for _, row in rows if isinstance(row, Report)]
+    mining = [row for _, row in rows if isinstance(row, MiningPrompt)]
+    return reports, [{"id": row.id, "prompt": row.prompt} for row in mining]
+
 
 MAX_HELD_OUT_PAIRS = 512
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import sample_sft
 from stages.battery.best_of_n import sample_and_score
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.params import Params

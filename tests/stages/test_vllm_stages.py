@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import sample_sft
 from stages.battery.best_of_n import sample_and_score
 from stages.capability.measure import sample_texts
 from stages.evaluate.evaluator import Evaluator

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stages.battery.edits import EDITS
+from stages.battery.probes import EDITS
 from stages.lib.core.params.evaluation import Edit
 
 

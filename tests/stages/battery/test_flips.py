@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.battery.flips import flip_metrics
+from stages.battery.probes import flip_metrics
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import Edit
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from stages.battery.lineage import lineage_distance
+from stages.battery.metrics import lineage_distance
 
 
 @pytest.fixture

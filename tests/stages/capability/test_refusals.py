@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.capability.refusals import is_desired, refuses
+from stages.capability.measure import is_desired, refuses
 from stages.lib.data.slices import Label, SlicePrompt
 
 SAFE, UNSAFE = (SlicePrompt(prompt="p", label=label) for label in Label)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stages.capability.regression import paired_drop, regression_metrics
+from stages.capability.measure import paired_drop, regression_metrics
 
 
 def test_of_ten_pairs_by_hand():

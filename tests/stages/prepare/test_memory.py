@@ -13,7 +13,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.prepare.__main__ import main
-from stages.prepare.memory import FIXED_BYTES, PEAK_PER_BYTE, check_memory, size_to_read
+from stages.prepare.sources import FIXED_BYTES, PEAK_PER_BYTE, check_memory, size_to_read
 
 ROWS = [{"prompt": f"p{i:03}", "chosen": "a" * 40, "rejected": "b" * 40} for i in range(100)]
 LINE = len('{"prompt": "p000", "chosen": "", "rejected": ""}\n') + 80

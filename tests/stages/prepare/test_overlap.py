@@ -3,7 +3,7 @@
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.prepare.overlap import check_no_prompt_overlap
+from stages.prepare.sources import check_no_prompt_overlap
 
 
 def test_overlap_names_both_rows() -> None:

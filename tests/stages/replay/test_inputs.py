@@ -4,7 +4,7 @@ import random
 
 from stages.lib.lm.responses import Response
 from stages.replay.inputs import last_third, needed_rollouts
-from stages.replay.policy_pairs import finished_responses
+from stages.replay.training_rows import finished_responses
 
 
 def rollout(number: int, prompt: str, update: int, finish_reason: str = "stop") -> dict:

@@ -4,7 +4,7 @@ from math import sqrt
 
 import pytest
 
-from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.jury import between_orders, human_agreement
 from stages.lib.judging.pairwise import Preference, TwoOrderVerdict, Verdict
 
 A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, Preference.tie))

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from stages.lib.judging.answer_cache import Answer, AnswerCache
+from stages.lib.judging.chat import Answer, AnswerCache
 
 
 def test_the_first_answer_is_kept_and_can_be_read_again(tmp_path: Path) -> None:

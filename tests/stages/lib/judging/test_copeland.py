@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
+from stages.lib.judging.jury import all_pairs, best_and_worst, copeland_scores
 
 
 def test_every_response_is_paired_with_every_other():

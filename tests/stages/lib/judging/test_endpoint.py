@@ -7,7 +7,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.judging.answer_cache import Answer
+from stages.lib.judging.chat import Answer
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.pairwise import (
     Comparison,

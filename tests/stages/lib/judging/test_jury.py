@@ -10,11 +10,10 @@ from transformers import AutoTokenizer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging.fluency import garbledness
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.loading import base_model, load_jury
 from stages.lib.judging.pairwise import JURY, Comparison
-from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.judging.pointwise import PointwiseJudge, garbledness
 from stages.lib.lm.scoring import RewardScorer
 
 QUESTIONS = [

@@ -3,9 +3,15 @@
 import pytest
 
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.judging.fluency import Fluency
-from stages.lib.judging.lexicon import LexiconScores, lexicon_preference, lexicon_scores, repetition
-from stages.lib.metrics.sentiment import sentiment, sentiment_plain
+from stages.lib.judging.lexicon import (
+    LexiconScores,
+    lexicon_preference,
+    lexicon_scores,
+    repetition,
+    sentiment,
+    sentiment_plain,
+)
+from stages.lib.judging.pointwise import Fluency
 
 GOOD, BAD = " was wonderful, I loved it.", " was horrible, I hated it."
 

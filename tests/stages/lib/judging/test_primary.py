@@ -16,10 +16,10 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.core.rows import SIDES
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import INPUTS
+from stages.lib.judging.lexicon import lexicon
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.metrics.sentiment import lexicon
 from stages.lib.metrics.stats import partial_correlation
 from stages.ppo.__main__ import main as ppo
 from stages.replay.__main__ import main as replay

@@ -4,8 +4,8 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import check_params
+from stages.lib.judging.endpoint import answer_format, majority_preference, parse_verdict
 from stages.lib.judging.pairwise import Preference, Verdict
-from stages.lib.judging.rubric import answer_format, majority_preference, parse_verdict
 
 A, B, TIE = Preference.a, Preference.b, Preference.tie
 TWO = {"kind": "Kinder.", "true": "Truer."}

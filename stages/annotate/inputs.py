@@ -1,6 +1,7 @@
-"""A judge against people, on held-out pairs that people labelled and that nothing is trained on."""
+"""What labels and revisions start from: principles, agreement with people, responses of SFT."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages.lib.core.constitution import draw_principle, read_principles
@@ -8,16 +9,19 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PreferencePair, read_rows
-from stages.lib.core.types import Metrics
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.core.user_inputs import check_unchanged
+from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import shuffled
-from stages.lib.judging.agreement import human_agreement
+from stages.lib.judging.jury import human_agreement
 from stages.lib.judging.pairwise import (
     Comparison,
     PairwiseJudge,
     TwoOrderVerdict,
     judge_both_orders,
 )
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.responses import responder
 
 
 def load_principles(params: Params) -> list[str]:
@@ -65,3 +69,31 @@ def compare_with_people(
             for number, principle in enumerate(principles, 1)
         }
     return verdicts, metrics
+
+
+@dataclass(frozen=True)
+class SftTexts:
+    """Texts of the SFT model."""
+
+    by_prompt: list[list[str]]
+    template_hash: str  # how the prompts were rendered, for manifests
+
+
+def sample_sft(prompts: Sequence[Prompt], samples: int, params: Params, round_: str) -> SftTexts:
+    """Sample so many SFT responses per prompt, at annotate.temperature.
+
+    Raises:
+        BadInput: the SFT model was trained with another template.
+    """
+    setup_torch(params)
+    sft = stage_dir(round_, "sft")
+    tokenizer = load_tokenizer(sft / "model")
+    check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
+    respond = responder(params, tokenizer, temperature=params.annotate.temperature)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    responses = respond(load_causal_lm(sft / "model", params.model), repeated, params.seed)
+    texts = [response.text for response in responses]
+    return SftTexts(
+        [texts[start : start + samples] for start in range(0, len(texts), samples)],
+        template_hash(tokenizer, params.prepare.prompt_format),
+    )
