@@ -4,6 +4,7 @@ A pair's outcome is 1 if the chosen text scores higher, 0.5 for a tie, else 0.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
@@ -15,6 +16,7 @@ from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.metrics.stats import (
     connected_groups,
     paired_bootstrap,
@@ -90,6 +92,37 @@ def pair_metrics(
         "accuracy_clustered_high": high,
         "length_correlation": pearson(text_scores, lengths),
         "length_correlation_partial": partial_correlation(text_scores, lengths, held_fixed),
+    }
+
+
+def text_scores(pairs: Sequence[PreferencePair], judge: PrimaryJudge) -> list[float] | None:
+    """The judge's scores of each pair's chosen and rejected text; None if it only compares."""
+    sides = [(row["prompt"], row[side]) for row in pairs for side in SIDES]
+    return judge.scores([prompt for prompt, _ in sides], [text for _, text in sides])
+
+
+def pair_agreement(
+    pairs: Sequence[PreferencePair], scores: PairScores, judge: PrimaryJudge, params: Params
+) -> Metrics:
+    """Agreement of judge and reward model with the labels of the same pairs; a tie counts half.
+
+    `judge_lead` is the accuracy of the reward model minus the judge's. `judge_accuracy_low` is the
+    lower bound of Wilson's 95% interval, of the correct pairs and half the ties. A judge that only
+    compares is asked about battery.pairs of the pairs, since each is a request.
+    """
+    indices = list(range(len(pairs)))
+    if judge.only_compares:
+        random.Random(params.seed).shuffle(indices)
+        del indices[params.battery.pairs :]
+    judged = [pairs[index] for index in indices]
+    chosen, rejected = ([row[side] for row in judged] for side in SIDES)
+    outcomes = judge.outcomes([row["prompt"] for row in judged], chosen, rejected)
+    accuracy = fmean(outcomes)
+    return {
+        "judge_accuracy": accuracy,
+        "judge_accuracy_low": wilson_interval(int(sum(outcomes)), len(judged))[0],
+        "judge_lead": fmean(win(*scores[index]) for index in indices) - accuracy,
+        "judged_pairs": len(judged),
     }
 
 

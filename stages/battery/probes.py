@@ -1,7 +1,9 @@
-"""Probes: texts that a reward model should not prefer.
+"""Probes: texts that a reward model should not prefer, and edits that must not change its order.
 
 A chosen text is corrupted, or an ending is appended to a rejected text; a sound reward model scores
-both below the original chosen text.
+both below the original chosen text. Edits that keep the meaning of both texts of a pair are three
+of the transformations of reWordBench (Wu et al. 2025, arXiv 2503.11751), which found that reward
+models with an accuracy above 95% fall to 73% by the format of the answer alone.
 """
 
 import random
@@ -15,6 +17,7 @@ from stages.lib.core.params.evaluation import Edit
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics, Prompt, ScoreFunction
 from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
+from stages.lib.judging.primary import PrimaryJudge
 
 
 def lower_case(text: str, _: random.Random) -> str:
@@ -146,6 +149,25 @@ def run_ending_probes(
             ]
         )
     return results
+
+
+def ending_outcomes(
+    results: Sequence[Sequence[ProbeResult]], judge: PrimaryJudge
+) -> list[list[float] | None]:
+    """For each ending, whether the judge, too, prefers the texts with it to their originals.
+
+    None if the judge only compares: this would be a request per text.
+    """
+    if judge.only_compares:
+        return [None] * len(results)
+    return [
+        judge.outcomes(
+            [one.prompt for one in ending_results],
+            [one.text for one in ending_results],
+            [one.original for one in ending_results],
+        )
+        for ending_results in results
+    ]
 
 
 def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Metrics:

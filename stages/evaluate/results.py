@@ -20,10 +20,15 @@ from stages.lib.judging.primary import TIE
 from stages.lib.lm.interpolation import interpolate, search_scale
 from stages.lib.lm.loading import load_causal_lm, load_policy
 from stages.lib.lm.saving import policy_weights
-from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
+from stages.lib.metrics.stats import (
+    Interval,
+    mean,
+    paired_bootstrap,
+    pearson,
+    prompts_needed,
+    with_interval,
+)
 from stages.lib.metrics.text import distinct_n, repetition_n
-
-Interval = tuple[float, float, float]  # mean, and low and high end of its 95% interval
 
 
 def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
@@ -42,7 +47,7 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],
         "repetition_3": [repetition_n(s.text, 3) for s in samples],
     }
-    means = {name: sum(column) / len(column) for name, column in values.items()}
+    means = {name: mean(column) for name, column in values.items()}
     means["nll"] = -sum(s.ref_logprob for s in samples) / sum(len(s.tokens) for s in samples)
     return means
 
@@ -159,11 +164,6 @@ class ModelResults:
 def print_metrics(label: str, subject: str, metrics: Mapping[str, float | None]) -> None:
     numbers = [f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, float)]
     print(f"[{label}] {subject}: {'  '.join(numbers)}", flush=True)
-
-
-def with_interval(name: str, interval: Interval) -> dict[str, float]:
-    """The three numbers as `name`, `name_low` and `name_high`."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
 
 
 def with_intervals(intervals: Mapping[str, Interval]) -> dict[str, float]:

@@ -15,7 +15,6 @@ import numpy as np
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TEXTS, HasPrompt, PairTexts
 from stages.lib.metrics.preference_baselines import (
-    longest_wins_accuracy,
     more_wins_accuracy,
     prompt_text,
     subsample,
@@ -61,7 +60,7 @@ SHORTCUTS = (
     Shortcut(
         "longest wins",
         "shortest wins",
-        longest_wins_accuracy,
+        lambda pairs: more_wins_accuracy(pairs, len),
         "lengths alone predict the label; balance them",
     ),
     Shortcut(

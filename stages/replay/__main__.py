@@ -84,7 +84,7 @@ def main(params: Params, round_: str) -> None:
     shares = ending_candidates(policy_texts, sft_texts, config.exploit_share, config.exploit_lift)
     recorder.log_progress(2, f"{len(shares)} candidate endings, tried on the reward model")
     exploits = find_exploits(shares, shuffled(human_pairs, seed), scorer)
-    suffixes = [exploit.suffix for exploit in exploits]
+    suffixes = [exploit["suffix"] for exploit in exploits]
 
     # 4. badcases: those that people reported, and by cause those that no earlier round has
     earlier = read_ledger(previous.name) if not is_placeholder(previous / "replay/data") else []
@@ -222,7 +222,10 @@ def write_data(
     files: Mapping[str, Sequence[Mapping[str, Any]]] = {
         **training_rows,
         "badcases": [case.model_dump(mode="json") for case in ledger],
-        "exploits": [exploit.as_row() for exploit in exploits],
+        "exploits": [
+            {name: round(x, 4) if isinstance(x, float) else x for name, x in exploit.items()}
+            for exploit in exploits
+        ],
     }
     for name, rows in files.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)

@@ -13,9 +13,9 @@ from stages.lib.core.rows import PreferencePair, PromptRow, RewardScores, read_r
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY
 from stages.lib.lm.scoring import RewardScorer
-from stages.lib.metrics.stats import paired_bootstrap
+from stages.lib.metrics.stats import interval_names, mean, paired_bootstrap, with_interval
 from stages.replay.badcases import Badcase, Cause, Retest, State
-from stages.replay.exploits import ExploitRow, pairs_flipped
+from stages.replay.exploits import Exploit, pairs_flipped
 from stages.replay.mining import CAUSES, BadcaseThresholds, PolicySample
 from stages.replay.sampler import Sampler, compared_samples, score_without_exploits
 
@@ -143,8 +143,7 @@ def exploit_metrics(
     earlier: list[str] = []
     before, after = [], []
     if not is_placeholder(previous / "replay/data"):
-        path = previous / "replay/data/exploits.jsonl"
-        rows = read_rows(ExploitRow, path)
+        rows = read_rows(Exploit, previous / "replay/data/exploits.jsonl")
         earlier = [row["suffix"] for row in rows]
     if earlier:
         previous_scorer = RewardScorer(previous / "reward/model", sampler.tokenizer, params)
@@ -153,20 +152,9 @@ def exploit_metrics(
         after = pairs_flipped(earlier, held_out, sampler.scorer, chosen)
     now = pairs_flipped(suffixes, held_out, sampler.scorer, chosen)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
-    fall, low, high = (
-        paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed)
-        if falls
-        else (None, None, None)
-    )
-    return {
-        "reversed_before": share_true(before),
-        "reversed_after": share_true(after),
-        "reversed_fall": fall,
-        "reversed_fall_low": low,
-        "reversed_fall_high": high,
-        "reversed_now": share_true(now),
-    }
-
-
-def share_true(outcomes: list[bool]) -> float | None:
-    return sum(outcomes) / len(outcomes) if outcomes else None
+    fall: dict[str, float | None] = {**dict.fromkeys(interval_names("reversed_fall"))}
+    if falls:
+        interval = paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed)
+        fall = {**with_interval("reversed_fall", interval)}
+    shares = {"reversed_before": before, "reversed_after": after, "reversed_now": now}
+    return {name: mean(outcomes) if outcomes else None for name, outcomes in shares.items()} | fall

@@ -4,29 +4,19 @@ memorisation.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from stages.lib.lm.responses import Response
+from stages.lib.metrics.stats import mean
 from stages.lib.metrics.text import repetition_n, tokens
 
 # A copied run of this many words is unlikely to be a coincidence.
 MEMORISED_WORDS = 8
 
 
-@dataclass(frozen=True)
-class GeneratedTexts:
-    """N texts of one author, a model or the people who wrote the demonstrations.
-
-    lengths: tokens per text; for demonstrations at most the model's response limit.
-    ended: whether the text ends (EOS) within that limit.
-    """
-
-    texts: Sequence[str]
-    lengths: Sequence[int]
-    ended: Sequence[bool]
-
-
 def compare_with_demonstrations(
-    responses: GeneratedTexts, demonstrations: GeneratedTexts, training_texts: Iterable[str]
+    responses: Sequence[Response],
+    demonstrations: Sequence[Response],
+    training_texts: Iterable[str],
 ) -> dict[str, float]:
     """Metrics of SFT's responses beside those of held-out demonstrations, the usual values.
 
@@ -42,25 +32,26 @@ def compare_with_demonstrations(
         longest such run in the responses. The suffix `_demonstrations` marks the usual value.
     """
     index = VerbatimIndex(training_texts)
-    response_runs = [index.longest(text) for text in responses.texts]
-    demonstration_runs = [index.longest(text) for text in demonstrations.texts]
+
+    def describe(texts: Sequence[Response]) -> dict[str, float]:
+        runs = [index.longest(text.text) for text in texts]
+        return {
+            "eos_rate": mean([text.ended for text in texts]),
+            "length": mean([len(text.tokens) for text in texts]),
+            "repetition_3": mean([repetition_n(text.text, 3) for text in texts]),
+            "memorised": mean([run >= MEMORISED_WORDS for run in runs]),
+            "memorised_words": max(runs),
+        }
+
+    metrics, usual = describe(responses), describe(demonstrations)
     return {
-        "eos_rate": mean(responses.ended),
-        "eos_rate_demonstrations": mean(demonstrations.ended),
-        "length": mean(responses.lengths),
-        "length_ratio": mean(responses.lengths) / mean(demonstrations.lengths),
-        "repetition_3": mean([repetition_n(text, 3) for text in responses.texts]),
-        "repetition_3_demonstrations": mean(
-            [repetition_n(text, 3) for text in demonstrations.texts]
-        ),
-        "memorised": mean([run >= MEMORISED_WORDS for run in response_runs]),
-        "memorised_demonstrations": mean([run >= MEMORISED_WORDS for run in demonstration_runs]),
-        "memorised_words": max(response_runs),
+        **metrics,
+        "length_ratio": metrics["length"] / usual["length"],
+        **{
+            f"{name}_demonstrations": usual[name]
+            for name in ("eos_rate", "repetition_3", "memorised")
+        },
     }
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 class VerbatimIndex:

@@ -73,11 +73,11 @@ def test_a_pair_has_its_provenance():
     """Two of four responses are equal: the three distinct ones are compared in all pairs."""
     responses = [" was there.", " was awful.", " was wonderful.", " was awful."]
     rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
-    first, second = compare_all(
+    [pair], judgements = compare_all(
         LexiconJudge(0.05), rows, [responses, [" was on.", " was off."]], [None, None]
     )
     bad, good = lexicon_scores(["The walk"] * 2, responses[1:3])
-    assert first.pair == {
+    assert pair == {
         "id": "judge-p",
         "prompt": "The walk",
         "chosen": " was wonderful.",
@@ -90,7 +90,7 @@ def test_a_pair_has_its_provenance():
             "confidence": (good.sentiment - bad.sentiment) / 2,
         },
     }
-    assert (len(first.judgements), second.pair, len(second.judgements)) == (3, None, 1)
+    assert len(judgements) == 3 + 1
 
 
 def test_the_lexicon_labels_sft_responses(make_round):

@@ -10,8 +10,7 @@ import pytest
 
 from stages.battery.__main__ import main
 from stages.battery.best_of_n import ScoredSamples
-from stages.battery.judge_metrics import ending_outcomes
-from stages.battery.probes import ProbeResult
+from stages.battery.probes import ProbeResult, ending_outcomes
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.data.rollouts import RolloutLog

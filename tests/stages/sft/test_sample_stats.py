@@ -2,7 +2,8 @@
 
 import pytest
 
-from stages.sft.sample_stats import GeneratedTexts, VerbatimIndex, compare_with_demonstrations
+from stages.lib.lm.responses import Response
+from stages.sft.sample_stats import VerbatimIndex, compare_with_demonstrations
 
 DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
 
@@ -29,14 +30,16 @@ def test_a_run_does_not_continue_into_the_next_text():
 
 
 def test_compare():
-    responses = GeneratedTexts(
-        ["no no no no no", DEMONSTRATION, "well done", "it is fine"],
-        [24, 12, 2, 2],
-        [False, True, True, False],
-    )
-    demonstrations = GeneratedTexts(
-        ["all is well", "see: the quick brown fox jumps over the lazy dog"], [4, 6], [True, True]
-    )
+    responses = [
+        Response([], [1] * 24, "no no no no no", False),
+        Response([], [1] * 12, DEMONSTRATION, True),
+        Response([], [1] * 2, "well done", True),
+        Response([], [1] * 2, "it is fine", False),
+    ]
+    demonstrations = [
+        Response([], [1] * 4, "all is well", True),
+        Response([], [1] * 6, "see: the quick brown fox jumps over the lazy dog", True),
+    ]
     metrics = compare_with_demonstrations(responses, demonstrations, [DEMONSTRATION])
     assert metrics == {
         "eos_rate": 0.5,
