@@ -298,8 +298,9 @@ def test_a_judge_that_was_edited_after_the_run_began_is_refused(make_round, stag
         stage(params, "r0")
 
 
-def test_another_prompt_template_is_refused(make_round):
+@pytest.mark.parametrize("stage", [main, battery, replay])
+def test_another_prompt_template_is_refused(make_round, stage):
     params = make_round("r0", 1.0)
     Path("rounds/r0/reward/manifest.json").write_text('{"template_hash": "other"}')
     with pytest.raises(BadInput, match="template_hash"):
-        main(params, "r0")
+        stage(params, "r0")

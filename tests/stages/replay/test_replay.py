@@ -266,28 +266,21 @@ def test_revised_responses_are_no_rows_of_people(make_round):
     assert read_inputs("r0", 2).human["sft"] == 18
 
 
-def test_a_revised_evaluation_prompt_is_refused(make_round):
+def test_evaluation_prompts_are_refused(make_round):
+    """Of training rows, revised responses and reports, whose rows would be trained on."""
     params = make_round("r0", 1.0)
+    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    add_user_rows("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
+    with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
+        main(params, "r0")
     write_jsonl(REVISED, [revised("our  MEETING", " was kind.")])
     with pytest.raises(BadInput, match="p-our  MEETING is evaluation prompt q-Our meeting"):
         main(params, "r0")
-    REVISED.unlink()
-    with pytest.raises(BadInput, match=r"revised\.jsonl is missing: run `dvc repro annotate@r0`"):
-        main(params, "r0")
-
-
-def test_an_evaluation_prompt_is_refused(make_round):
-    params = make_round("r0", 1.0)
-    path = Path("rounds/r0/prepare/data/prompts_train.jsonl")
-    write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
+    write_jsonl(prompts, [*read_jsonl(prompts, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
         main(params, "r0")
-
-
-def test_a_report_about_an_evaluation_prompt_is_refused(make_round):
-    params = make_round("r0", 1.0)
-    add_user_rows("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
-    with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
+    REVISED.unlink()
+    with pytest.raises(BadInput, match=r"revised\.jsonl is missing: run `dvc repro annotate@r0`"):
         main(params, "r0")
 
 

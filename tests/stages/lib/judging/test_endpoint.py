@@ -1,14 +1,21 @@
 """A language model as judge, with a real server on loopback for the chat completions protocol."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.params import check_params
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.judging.chat import Answer
-from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.chat import Answer, AnswerCache
+from stages.lib.judging.endpoint import (
+    EndpointJudge,
+    answer_format,
+    majority_preference,
+    parse_verdict,
+)
 from stages.lib.judging.pairwise import (
     Comparison,
     Preference,
@@ -362,3 +369,71 @@ def test_an_address_without_v1(endpoint, chat_server):
         BadInput, match=r"may also be that annotate\.endpoint\.base_url lacks its /v1"
     ):
         endpoint(base_url=chat_server.url.removesuffix("/v1")).compare([PAIR])
+
+
+def test_the_first_answer_is_kept_and_can_be_read_again(tmp_path: Path) -> None:
+    first, other = AnswerCache(tmp_path / "cache"), AnswerCache(tmp_path / "cache")
+    assert first.get("question") is None
+    assert first.put("question", Answer("A", 100, 10)) == Answer("A", 100, 10)
+    assert other.put("question", Answer("B", 90, 9)) == Answer("A", 100, 10)
+    assert AnswerCache(tmp_path / "cache").get("question") == Answer("A", 100, 10)
+
+
+def test_threads_that_answer_at_once_agree(tmp_path: Path) -> None:
+    answers = AnswerCache(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        kept = list(
+            pool.map(lambda number: answers.put("question", Answer(str(number), 1, 1)), range(40))
+        )
+    assert len(set(kept)) == 1
+
+
+A, B, TIE = Preference.a, Preference.b, Preference.tie
+TWO = {"kind": "Kinder.", "true": "Truer."}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
+)
+def test_one_preference(text, expected):
+    assert parse_verdict(text, "Be fair.") == Verdict(expected)
+
+
+def test_one_preference_per_dimension():
+    assert parse_verdict('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
+        B, None, {"kind": B, "true": TIE}
+    )
+    assert (
+        answer_format(TWO)
+        == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
+    )
+
+
+@pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
+def test_unreadable_answers(text):
+    with pytest.raises(ValueError):
+        parse_verdict(text, "Be fair.")
+
+
+def test_a_missing_dimension_is_named():
+    with pytest.raises(ValueError, match="true: expected A, B or tie, and it says None"):
+        parse_verdict('{"kind": "A"}', TWO)
+
+
+@pytest.mark.parametrize(
+    ("preferences", "expected"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
+)
+def test_the_majority_of_dimensions_decides(preferences, expected):
+    assert majority_preference(dict(enumerate(preferences))) is expected
+
+
+@pytest.mark.parametrize("name", ["Kind", "very kind", "", "reason"])
+def test_a_dimension_needs_a_valid_metric_name(name):
+    with pytest.raises(BadInput, match=r"annotate\.endpoint\.rubric"):
+        check_params({"annotate": {"endpoint": {"rubric": {name: "x"}}}}, "test")
+
+
+def test_no_dimension_at_all_is_refused():
+    with pytest.raises(BadInput, match="one dimension at least"):
+        check_params({"annotate": {"endpoint": {"rubric": {}}}}, "test")
