@@ -74,9 +74,6 @@ def make_revisions(
 
     Returns:
         (metrics, usage), each under the key `revisions`; both empty if annotate.revisions is 0.
-
-    Raises:
-        BadInput, Unreachable, RondoError: as `ChatClient.read`.
     """
     if not params.annotate.revisions:
         write_jsonl(recorder.folder / REVISED, [])

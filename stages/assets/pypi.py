@@ -72,11 +72,7 @@ def fetch(package: Package) -> Path:
 
 
 def check_sha256(file: Path, expected: str) -> None:
-    """Check a downloaded file.
-
-    Raises:
-        BadInput: the file has another sha256.
-    """
+    """Check a downloaded file."""
     actual = file_hash(file)
     if actual != expected:
         raise BadInput(

@@ -58,11 +58,7 @@ class Audit:
         return {cause: len(rows) for cause, rows in self.dropped.items()}
 
     def check_bad_share(self, max_share: float) -> None:
-        """Check that there are rows, and that few of them are bad.
-
-        Raises:
-            BadInput: more than `max_share` of the rows read are bad, or there are no rows.
-        """
+        """Check that there are rows, and that few of them are bad."""
         total, bad = sum(self.rows_read.values()), self.count(BAD)
         if not total:
             raise BadInput(

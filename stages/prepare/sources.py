@@ -100,11 +100,7 @@ class Size(NamedTuple):
 
 
 def check_memory(sources: Sequence[SourceParams], config: PrepareParams) -> None:
-    """Check that the machine has the memory for the rows of local files, if all of it were free.
-
-    Raises:
-        BadInput: it has not; names the number of rows that fit.
-    """
+    """Check that the machine has the memory for the rows of local files, if all of it were free."""
     sizes = [
         size_to_read(Path(source.path), config.max_rows)
         for source in sources
@@ -206,11 +202,7 @@ def overlapping(
 def check_no_prompt_overlap(
     eval_rows: Collection[SourceRow], train_rows: Collection[SourceRow]
 ) -> None:
-    """Check that no training prompt equals a held-out prompt or begins with one.
-
-    Raises:
-        BadInput: there is such a training row; the message names the first ones.
-    """
+    """Check that no training prompt equals a held-out prompt or begins with one."""
     if pairs := overlapping(eval_rows, train_rows):
         first = "\n".join(
             f"  held-out {held_out['where']} and training {train['where']}"

@@ -54,9 +54,6 @@ def check_not_in_slices(prompts: Iterable[tuple[str, Prompt]]) -> None:
 
     Args:
         prompts: prompts of training data, each with its name for messages.
-
-    Raises:
-        BadInput: a prompt is in slices/.
     """
     rows: list[PromptRow] = [
         {"id": location, "prompt": row.prompt}

@@ -305,10 +305,6 @@ def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     Args:
         leaks: leaks, each with the location of its training row.
         next_step: what the user should do, for the message.
-
-    Raises:
-        BadInput: there are leaks. The message lists the training rows by location, the first ones
-            with the shared words.
     """
     if not leaks:
         return

@@ -347,11 +347,7 @@ class ChatClient:
         return answer.text, cached is not None
 
     def _call(self, request: dict[str, Any]) -> Answer:
-        """Send a request to the server.
-
-        Raises:
-            BadInput, Unreachable, RondoError: see `read`.
-        """
+        """Send a request to the server."""
         completions = self.client.chat.completions.with_raw_response
         try:
             content = completions.create(**request).http_response.content

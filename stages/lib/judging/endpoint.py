@@ -120,11 +120,7 @@ class EndpointJudge:
         return {"judge": "endpoint", "model": self.params.model}
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        """Request a verdict on each comparison, several in parallel.
-
-        Raises:
-            BadInput, Unreachable, RondoError: as `ChatClient.read`.
-        """
+        """Request a verdict on each comparison, several in parallel."""
         return self.chat.in_parallel(self._verdict, comparisons)
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> None:

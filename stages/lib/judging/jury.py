@@ -170,9 +170,6 @@ class Jury:
             Outcomes per comparison: 1 if A wins, 0.5 for a tie, 0 if B wins. They are listed by
             judge, by `<judge>/<dimension>` for a judge with several dimensions, and by `together`
             for the whole jury, in which each judge has one vote.
-
-        Raises:
-            RondoError: as `PairwiseJudge.compare`.
         """
         votes: dict[str, list[float]] = {}
         by_dimension: dict[str, list[float]] = {}

@@ -79,11 +79,7 @@ def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
 
 
 def load_primary_judge(params: Params, round_: str) -> PrimaryJudge:
-    """The first judge of evaluate.judges.
-
-    Raises:
-        BadInput: as `load_jury`.
-    """
+    """The first judge of evaluate.judges."""
     named = params.evaluate.judges[0]
     return PrimaryJudge(metric_name(named), load_judge(named, params, round_, base_model(params)))
 

@@ -98,11 +98,7 @@ class PairwiseJudge(Protocol):
         """
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
-        """The score of each response alone, the higher the better; None if it only compares.
-
-        Raises:
-            RondoError: as `compare`.
-        """
+        """The score of each response alone, the higher the better; None if it only compares."""
 
     def cost(self) -> Metrics:
         """Metrics of all answers so far, with those from the cache, so that reruns are equal."""
@@ -180,8 +176,6 @@ def judge_both_orders(
     Raises:
         RondoError: as `PairwiseJudge.compare`.
     """
-    # The two orders of a comparison follow each other, so that an interrupted run has cached
-    # complete ones.
     verdicts = judge.compare(
         [ordered for comparison in comparisons for ordered in (comparison, comparison.swapped())]
     )
