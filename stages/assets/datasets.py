@@ -6,14 +6,13 @@ import random
 import tarfile
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from stages.assets.pypi import Package, fetch
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from stages.lib.core.params import Params
-from stages.lib.core.progress import progress, tracked
+from stages.lib.core.progress import tracked
 
 TEXTS = 400
 OPENINGS = ["My trip", "The dinner", "Our concert", "The match"]
@@ -100,14 +99,8 @@ def embedded_tweets() -> str:
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     """Write a hub data set as train.jsonl and eval.jsonl (its split test, validation or eval)."""
-    import datasets
-
-    repository, revision = name, None
-    if not Path(name).exists():
-        repository, revision = hub.name_and_revision(name, "assets.data")
     refused = "the hub does not give it; check name, revision and data_config"
-    with progress(f"downloading {name}"), hub.hub_errors(f"assets.data {name}", refused):
-        splits: Any = datasets.load_dataset(repository, data_dir=data_dir, revision=revision)
+    splits = hub.load_data_set(name, "assets.data", refused, data_dir=data_dir)
     if "train" not in splits:
         raise BadInput(
             f"assets.data {name}: expected a split `train`, found {', '.join(splits)};"

@@ -191,26 +191,23 @@ def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[Evalu
     The models are those of `metrics`. A model with fewer samples per prompt than SFT is in the
     first rows of a prompt only.
     """
+
+    def columns_of(row: PromptRow, index: int, number: int) -> EvaluationSample:
+        columns: dict[str, object] = {"id": row["id"], "sample": number, "prompt": row["prompt"]}
+        for name in results.metrics:
+            passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
+            if number < len(passes):
+                sample = passes[number][index]
+                columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
+            if number < len(judge_scores):
+                columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
+        return cast(EvaluationSample, columns)
+
     return [
-        evaluation_sample(row, index, number, results)
+        columns_of(row, index, number)
         for index, row in enumerate(rows)
         for number in range(len(results.samples["sft"]))
     ]
-
-
-def evaluation_sample(
-    row: PromptRow, index: int, number: int, results: ModelResults
-) -> EvaluationSample:
-    """The columns of the models by their names; index: of the prompt."""
-    columns: dict[str, object] = {"id": row["id"], "sample": number, "prompt": row["prompt"]}
-    for name in results.metrics:
-        passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
-        if number < len(passes):
-            sample = passes[number][index]
-            columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
-        if number < len(judge_scores):
-            columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
-    return cast(EvaluationSample, columns)
 
 
 SCALED = "equal_kl"  # name of the scaled model among the results

@@ -80,22 +80,25 @@ class Audit:
         """Drop pairs that another pair contradicts: one of the two must be wrong, and nothing shows
         which, so both go.
         """
-        opposite = contradictions(rows)
-        for index, other in opposite.items():
-            row, other_location = rows[index], rows[other]["where"]
-            self.record_drop(CONTRADICTION, row["where"], full_text(row), of=other_location)
-        return [row for index, row in enumerate(rows) if index not in opposite]
+        return self._drop(rows, {CONTRADICTION: contradictions(rows)})
 
     def drop_duplicates(
         self, rows: list[AnyLocated], texts: Sequence[tuple[str, str]], similarity: float
     ) -> list[AnyLocated]:
         """Drop exact and near duplicates of earlier rows. texts: (prompt, responses) per row."""
         exact, near = find_duplicates(texts, similarity)
-        for cause, duplicates in ((EXACT, exact), (NEAR, near)):
-            for index, kept in duplicates.items():
-                row, kept_location = rows[index], rows[kept]["where"]
-                self.record_drop(cause, row["where"], full_text(row), of=kept_location)
-        return [row for index, row in enumerate(rows) if index not in exact and index not in near]
+        return self._drop(rows, {EXACT: exact, NEAR: near})
+
+    def _drop(
+        self, rows: list[AnyLocated], others: Mapping[str, Mapping[int, int]]
+    ) -> list[AnyLocated]:
+        """Drop rows because of another one: by cause, {index of the row: index of the other}."""
+        for cause, other_of in others.items():
+            for index, other in other_of.items():
+                row = rows[index]
+                self.record_drop(cause, row["where"], full_text(row), of=rows[other]["where"])
+        dropped = {index for other_of in others.values() for index in other_of}
+        return [row for index, row in enumerate(rows) if index not in dropped]
 
     def drop_long_prompts(
         self,

@@ -13,7 +13,7 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
-from stages.lib.core.progress import progress, tracked
+from stages.lib.core.progress import tracked
 from stages.lib.core.ram import ram_bytes
 from stages.lib.core.reading import parse_json, read_lines
 from stages.lib.core.rows import Columns, HasPrompt, PromptRow
@@ -355,7 +355,9 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
             " data set (name/name@commit)"
         )
     else:
-        rows = enumerate(read_hub(source), 1)
+        refused = f"no such file, and the hub does not give split {source.split}"
+        splits = hub.load_data_set(source.path, "prepare.sources", refused, split=source.split)
+        rows = enumerate(splits, 1)
     return ((f"{source.path}:{line}", row) for line, row in itertools.islice(rows, max_rows))
 
 
@@ -372,19 +374,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, parse_json(line, surrogates=True)
         except ValueError as error:
             yield number, Defect(f"not JSON: {error}")
-
-
-def read_hub(source: SourceParams) -> Any:
-    """The rows of a hub data set's split."""
-    import datasets
-
-    repository, revision = source.path, None
-    if not Path(source.path).exists():
-        repository, revision = hub.name_and_revision(source.path, "prepare.sources")
-    refused = f"no such file, and the hub does not give split {source.split}"
-    downloading = progress(f"downloading {source.path}")
-    with downloading, hub.hub_errors(f"prepare.sources: {source.path}", refused):
-        return datasets.load_dataset(repository, split=source.split, revision=revision)
 
 
 def separate(rows: list[SourceRow], own_files: bool, audit: Audit) -> list[SourceRow]:

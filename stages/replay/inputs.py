@@ -22,6 +22,7 @@ from stages.lib.data.rollouts import read_rollouts
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import (
     HELD_OUT,
+    TRAIN,
     DataSets,
     check_not_in_eval_set,
     check_prompts_not_in_eval_set,
@@ -103,14 +104,11 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     def read(kind: type[AnyRow], name: str) -> list[AnyRow]:
         return read_rows(kind, data / f"{name}.jsonl")
 
-    train_pairs, demonstrations = (
-        read(PreferencePair, "pairs_train"),
-        read(Demonstration, "sft_train"),
-    )
-    train_prompts = read(TrainingPrompt, "prompts_train")
+    train_pairs = read(PreferencePair, TRAIN["pairs"])
+    train_prompts = read(TrainingPrompt, TRAIN["prompts"])
     train: Mapping[str, Sequence[TrainingPrompt]] = {
         "pairs": train_pairs,
-        "sft": demonstrations,
+        "sft": read(Demonstration, TRAIN["sft"]),
         "prompts": train_prompts,
     }
     prompts = dedupe_prompts(train_prompts)
@@ -123,8 +121,7 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
         HELD_OUT["sft"]: read(Demonstration, HELD_OUT["sft"]),
         HELD_OUT["pairs"]: held_out_pairs,
     }
-    revised_path = stage_dir(round_, "annotate") / REVISED
-    revised = read_rows(RevisedResponse, revised_path)
+    revised = read_rows(RevisedResponse, stage_dir(round_, "annotate") / REVISED)
     check_prompts_not_in_eval_set(
         [*prompts, *rollout_prompts, *revised], evaluation["eval_prompts"]
     )

@@ -98,9 +98,8 @@ def judged_by_lexicon(
 
 
 def rollout_samples(rows: list[RolloutRow], jury: Jury) -> list[PolicySample]:
-    lexicon_rows = judged_by_lexicon(
-        jury, [row["prompt"] for row in rows], [row["response"] for row in rows]
-    )
+    prompts, responses = [row["prompt"] for row in rows], [row["response"] for row in rows]
+    lexicon_rows = judged_by_lexicon(jury, prompts, responses)
     return [
         PolicySample(
             prompt_id=row["id"],
@@ -131,20 +130,15 @@ def compared_samples(
         rivals: B texts to compare with; None: no comparison, and no votes.
         origin: of the samples.
     """
-    lexicon_rows = judged_by_lexicon(
-        jury, [row["prompt"] for row in rows], [response.text for response in responses]
-    )
-    with_rival = [index for index, rival in enumerate(rivals) if rival is not None]
-    votes_by_judge = jury.compare(
-        [
-            Comparison(rows[index]["prompt"], responses[index].text, rivals[index] or "")
-            for index in with_rival
-        ]
-    )
-    votes = {
-        index: {name: values[number] for name, values in votes_by_judge.items()}
-        for number, index in enumerate(with_rival)
-    }
+    prompts, texts = [row["prompt"] for row in rows], [response.text for response in responses]
+    compared = [
+        Comparison(prompt, text, rival)
+        for prompt, text, rival in zip(prompts, texts, rivals, strict=True)
+        if rival is not None
+    ]
+    by_judge = jury.compare(compared)
+    outcomes = zip(*by_judge.values(), strict=True)
+    votes = (dict(zip(by_judge, row, strict=True)) for row in outcomes)
     return [
         PolicySample(
             prompt_id=row["id"],
@@ -155,11 +149,11 @@ def compared_samples(
             ended=response.ended,
             lexicon=lexicon,
             origin=origin,
-            rival=rivals[index],
-            votes=votes.get(index, {}),
+            rival=rival,
+            votes={} if rival is None else next(votes),
         )
-        for index, (row, response, lexicon) in enumerate(
-            zip(rows, responses, lexicon_rows, strict=True)
+        for row, response, lexicon, rival in zip(
+            rows, responses, judged_by_lexicon(jury, prompts, texts), rivals, strict=True
         )
     ]
 

@@ -5,8 +5,6 @@ environment and sent only to the servers that pyproject.toml lists for it; it is
 file, log or message.
 """
 
-import hashlib
-import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,7 @@ from stages.lib.core.errors import (
     Unreachable,
     format_validation_errors,
 )
-from stages.lib.core.files import JUDGE_CACHE
+from stages.lib.core.files import JUDGE_CACHE, json_hash
 from stages.lib.core.http_session import EndlessReply, limited_chunks
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.progress import progress
@@ -334,8 +332,7 @@ class ChatClient:
 
         It contains the server: two servers may have different models of the same name.
         """
-        request = {**self._request(messages), "server": self.params.base_url}
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        return json_hash({**self._request(messages), "server": self.params.base_url})
 
     def _answer(self, messages: Messages) -> tuple[str, bool]:
         """The answer to messages, and whether it is from the cache."""

@@ -22,7 +22,7 @@ from stages.lib.judging.pairwise import (
     judge_both_orders,
 )
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.metrics.stats import wilson_interval
+from stages.lib.metrics.stats import mean, wilson_interval
 
 
 def all_pairs(n: int) -> list[tuple[int, int]]:
@@ -76,55 +76,42 @@ def best_and_worst(
     return max(leading, key=lambda pair: scores[pair[0]] - scores[pair[1]], default=None)
 
 
-def agreement(answers: Sequence[tuple[str, str]]) -> tuple[float, float | None]:
+def agreement(answers: Sequence[tuple[str, str]], name: str) -> dict[str, float | None]:
     """Agreement of two raters.
 
     Args:
         answers: the two raters' answers per item.
+        name: of the share of equal answers among the results.
 
     Returns:
-        The share of equal answers, and Cohen's kappa (1960), which corrects for chance; kappa is
-        None if all answers are the same.
+        That share, and `kappa`, Cohen's kappa (1960), which corrects for chance. Both are None
+        without items; kappa also if all answers are the same.
     """
+    if not answers:
+        return {name: None, "kappa": None}
     first, second = zip(*answers, strict=True)
     kappa = float(cohen_kappa_score(first, second)) if len({*first, *second}) > 1 else None
-    return sum(one == other for one, other in answers) / len(answers), kappa
+    return {name: mean([one == other for one, other in answers]), "kappa": kappa}
 
 
 def between_orders(judgements: Sequence[TwoOrderVerdict]) -> dict[str, float | None]:
-    """Agreement of a judge with itself when A and B change places.
-
-    Returns:
-        position_consistency: share of comparisons with the same preference in both orders; kappa:
-        the same, corrected for chance. Only comparisons with two readable answers count; both are
-        None if there are none.
+    """`agreement` of a judge with itself when A and B change places (`position_consistency`), of
+    comparisons with two readable answers.
     """
     orders = [
         (verdicts.first.preference.value, verdicts.second.preference.value)
         for verdicts in judgements
         if verdicts.first and verdicts.second
     ]
-    if not orders:
-        return {"position_consistency": None, "kappa": None}
-    consistency, kappa = agreement(orders)
-    return {"position_consistency": consistency, "kappa": kappa}
+    return agreement(orders, "position_consistency")
 
 
 def between_judges(
     first_judge: Sequence[TwoOrderVerdict], second_judge: Sequence[TwoOrderVerdict]
 ) -> dict[str, float | None]:
-    """Agreement of two judges on the same comparisons.
-
-    Returns:
-        agreement: share of comparisons with the same preference, ties included; kappa: the same,
-        corrected for chance. Both are None without comparisons.
-    """
-    pairs = [
-        (first.preference.value, second.preference.value)
-        for first, second in zip(first_judge, second_judge, strict=True)
-    ]
-    share, kappa = agreement(pairs) if pairs else (None, None)
-    return {"agreement": share, "kappa": kappa}
+    """`agreement` of two judges on the same comparisons, ties included."""
+    pairs = zip(first_judge, second_judge, strict=True)
+    return agreement([(a.preference.value, b.preference.value) for a, b in pairs], "agreement")
 
 
 def human_agreement(judgements: Sequence[TwoOrderVerdict]) -> dict[str, Any]:
@@ -217,8 +204,8 @@ class Jury:
 
 
 def tie_share(verdicts: Sequence[TwoOrderVerdict]) -> float | None:
-    ties = sum(verdict.preference is Preference.tie for verdict in verdicts)
-    return ties / len(verdicts) if verdicts else None
+    ties = [verdict.preference is Preference.tie for verdict in verdicts]
+    return mean(ties) if ties else None
 
 
 def majority(votes: Sequence[float]) -> float:
@@ -227,5 +214,5 @@ def majority(votes: Sequence[float]) -> float:
     >>> majority([1.0, 0.5]), majority([1.0, 0.0]), majority([1.0, 0.0, 0.0])
     (1.0, 0.5, 0.0)
     """
-    mean = sum(votes) / len(votes)
-    return 1.0 if mean > 0.5 else 0.0 if mean < 0.5 else 0.5
+    share = mean(votes)
+    return 1.0 if share > 0.5 else 0.0 if share < 0.5 else 0.5

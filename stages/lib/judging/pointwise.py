@@ -11,7 +11,7 @@ from stages.lib.core.rows import Demonstration
 from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.core.user_functions import check_scores
 from stages.lib.data.prompts import encode
-from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verdict
+from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
 from stages.lib.lm.logprobs import token_logprobs
 
 
@@ -38,8 +38,11 @@ class PointwiseJudge(LocalJudge):
         prompts = [comparison.prompt for comparison in comparisons]
         texts = [row.a for row in comparisons] + [row.b for row in comparisons]
         scores = self.scores([*prompts, *prompts], texts)
-        a, b = scores[: len(prompts)], scores[len(prompts) :]
-        return [Verdict(self._preference(x - y)) for x, y in zip(a, b, strict=True)]
+        sides = zip(scores[: len(prompts)], scores[len(prompts) :], strict=True)
+        return [
+            Verdict(PREFERENCE_BY_OUTCOME[0.5 if abs(a - b) <= self.margin else float(a > b)])
+            for a, b in sides
+        ]
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """The score of each response; a response that was scored before is not scored again.
@@ -51,21 +54,12 @@ class PointwiseJudge(LocalJudge):
         new = {
             key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.known
         }
-        scores = self._checked_scores(list(new.values()), [text for _, text in new])
+        texts = [text for _, text in new]
+        with progress(f"judge {self.name}"):
+            scores = self.score(list(new.values()), texts) if texts else []
+        check_scores(scores, len(texts), f"judge {self.name}")
         self.known |= dict(zip(new, scores, strict=True))
         return [self.known[key] for key in keys]
-
-    def _preference(self, gap: float) -> Preference:
-        """gap: score of A - score of B."""
-        if abs(gap) <= self.margin:
-            return Preference.tie
-        return Preference.a if gap > 0 else Preference.b
-
-    def _checked_scores(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        with progress(f"judge {self.name}"):
-            scores = self.score(prompts, texts) if texts else []
-        check_scores(scores, len(texts), f"judge {self.name}")
-        return scores
 
 
 FLUENT = 0.95  # quantile of human texts up to which a text counts as fluent

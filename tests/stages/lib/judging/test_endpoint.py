@@ -250,21 +250,27 @@ def test_a_key_goes_to_no_server_that_the_project_does_not_list(endpoint, chat_s
     assert not any(KEY in key for key in chat_server.keys)
 
 
-def test_a_missing_model(endpoint, chat_server):
-    chat_server.answer = lambda _: (404, "no model wise")
-    with pytest.raises(
-        BadInput, match=r"annotate\.endpoint\.model wise: .*no model wise.*/v1/models"
-    ):
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (
+            404,
+            BadInput,
+            r"model wise: .*not now.*/v1/models; .*annotate\.endpoint\.base_url lacks its /v1",
+        ),
+        (400, BadInput, r"model wise: .*rejects the request .*not now"),
+        (429, Unreachable, "base_url http.*not now"),
+        (503, Unreachable, "base_url http.*not now"),
+        (418, RondoError, "base_url http.*not now"),
+    ],
+)
+def test_an_error_of_the_server_has_a_type_and_a_next_step(
+    endpoint, chat_server, status, kind, message
+):
+    chat_server.answer = lambda _: (status, "not now")
+    with pytest.raises(RondoError, match=rf"annotate\.endpoint\.{message}") as raised:
         endpoint().compare([PAIR])
-
-
-def test_a_request_that_the_model_rejects(endpoint, chat_server):
-    chat_server.answer = lambda _: (400, "4096 tokens at most")
-    with pytest.raises(
-        BadInput,
-        match=r"annotate\.endpoint\.model wise: .*rejects the request .*4096 tokens at most",
-    ):
-        endpoint().compare([PAIR])
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize("body", [b"{not json", b"{}", b"[]", b'{"choices": [{"message": null}]}'])
@@ -295,16 +301,6 @@ def test_a_server_that_is_down_loses_no_answer(endpoint, chat_server):
 def test_a_request_to_a_busy_server_is_repeated(endpoint, chat_server):
     chat_server.answer = lambda _: (429, "too many") if len(chat_server.seen) == 1 else SAY_A
     assert endpoint(max_retries=1).compare([PAIR]) == [Verdict(Preference.a)]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"), [(429, Unreachable), (503, Unreachable), (418, RondoError)]
-)
-def test_temporary_and_permanent_errors(endpoint, chat_server, status, kind):
-    chat_server.answer = lambda _: (status, "not now")
-    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*not now") as raised:
-        endpoint().compare([PAIR])
-    assert type(raised.value) is kind
 
 
 def test_no_server(endpoint):
@@ -362,13 +358,6 @@ def test_a_message_names_its_endpoint(chat_server, tmp_path):
     params = EndpointParams(base_url=chat_server.url, model="large", max_retries=0)
     with pytest.raises(BadInput, match=r"evaluate\.endpoints\.big\.model large"):
         EndpointJudge(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
-
-
-def test_an_address_without_v1(endpoint, chat_server):
-    with pytest.raises(
-        BadInput, match=r"may also be that annotate\.endpoint\.base_url lacks its /v1"
-    ):
-        endpoint(base_url=chat_server.url.removesuffix("/v1")).compare([PAIR])
 
 
 def test_the_first_answer_is_kept_and_can_be_read_again(tmp_path: Path) -> None:
