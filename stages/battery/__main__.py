@@ -26,11 +26,11 @@ from stages.battery.metrics import (
     scores_by_side,
     text_scores,
 )
-from stages.battery.phrase_mining import phrases_to_try
 from stages.battery.probes import (
     ending_metrics,
     ending_outcomes,
     flip_metrics,
+    phrases_to_try,
     probe_metrics,
     run_corruption_probes,
     run_ending_probes,

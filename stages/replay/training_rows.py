@@ -66,9 +66,9 @@ def make_training_rows(
     demonstrations: dict[tuple[str, str], Demonstration] = {}
     prompts: dict[str, TrainingPrompt] = {}
     for case in badcases:
-        key, row_id = str(case.prompt), f"replay-{case.id}"
+        key = str(case.prompt)
         row: TrainingPrompt = {
-            "id": row_id,
+            "id": f"replay-{case.id}",
             "prompt": case.prompt,
             "source": "replay",
             "badcase": case.id,
@@ -78,16 +78,7 @@ def make_training_rows(
         better = case.better or (answer.text if answer and answer.preferred else None)
         demonstrated = case.better or (answer.text if answer and answer.good else None)
         if better:
-            pairs.append(
-                {
-                    "id": row_id,
-                    "prompt": case.prompt,
-                    "source": "replay",
-                    "badcase": case.id,
-                    "chosen": better,
-                    "rejected": case.response,
-                }
-            )
+            pairs.append({**row, "chosen": better, "rejected": case.response})
         if demonstrated:
             demonstrations.setdefault((key, demonstrated), {**row, "completion": demonstrated})
         replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))

@@ -19,7 +19,7 @@ from stages.battery.metrics import (
     slice_indices,
     win,
 )
-from stages.battery.phrase_mining import log_odds, mine_phrases
+from stages.battery.probes import log_odds, mine_phrases
 from stages.lib.core.params import Params
 
 

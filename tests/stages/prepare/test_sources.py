@@ -15,8 +15,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.types import Row
 from stages.lib.data.splits import DataSets
-from stages.prepare.__main__ import main
-from stages.prepare.merge_replay import merge_replay
+from stages.prepare.__main__ import main, merge_replay
 from stages.prepare.sources import (
     FIXED_BYTES,
     PEAK_PER_BYTE,

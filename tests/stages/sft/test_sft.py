@@ -11,8 +11,7 @@ from stages.lib.core.files import read_json
 from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import saved_weights_hash
 from stages.ppo.common.reference import check_reference_files
-from stages.sft.__main__ import main
-from stages.sft.sample_stats import VerbatimIndex, compare_with_demonstrations
+from stages.sft.__main__ import VerbatimIndex, compare_with_demonstrations, main
 
 
 def test_the_manifest_has_the_hash_of_the_weights_and_the_model_its_end_tokens(
