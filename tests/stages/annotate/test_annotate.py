@@ -18,6 +18,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.judging.lexicon import LexiconJudge, lexicon_preference, lexicon_scores
 from tests.paths import ROOT
 from tests.stages.annotate.taught import teach
+from tests.stages.judges import compared_texts, prefers
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 LABELS = FOLDER / "data/pairs_train.jsonl"
@@ -126,17 +127,7 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     """It prefers the response with more characters."""
 
     def longer(request: dict) -> str:
-        question = request["messages"][1]["content"]
-        a, b = (
-            question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0]
-            for name in "AB"
-        )
-        return json.dumps(
-            {
-                "reason": "length",
-                "preference": "A" if len(a) > len(b) else "B" if len(b) > len(a) else "tie",
-            }
-        )
+        return prefers(*map(len, compared_texts(request)))
 
     chat_server.answer = longer
     monkeypatch.setenv("MY_KEY", KEY)
@@ -215,14 +206,10 @@ LONG, SHORT = "The response is long.", "The response is short."
 
 def by_length(request: dict) -> str:
     """Prefers the longer or the shorter response, as the request's principle wants it."""
-    instruction, question = (message["content"] for message in request["messages"])
-    a, b = (
-        len(question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0])
-        for name in "AB"
-    )
+    instruction = request["messages"][0]["content"]
+    a, b = map(len, compared_texts(request))
     assert (LONG in instruction) != (SHORT in instruction)
-    a, b = (a, b) if LONG in instruction else (b, a)
-    return json.dumps({"preference": "A" if a > b else "B" if b > a else "tie"})
+    return prefers(a, b) if LONG in instruction else prefers(b, a)
 
 
 def test_a_constitution_labels_in_place_of_the_rubric(make_round, chat_server):

@@ -18,6 +18,7 @@ from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.judging.chat import ChatClient
 from tests.stages.annotate.taught import teach
+from tests.stages.judges import compared_texts, prefers
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 KIND, BRIEF = "Be kind.", "Be brief."
@@ -171,10 +172,8 @@ def by_constitution(params: Params, url: str, **annotate: object) -> Params:
 
 def mixed(request: dict) -> str:
     """A different outcome for each prompt; the judge prefers the response with more characters."""
-    question = request["messages"][1]["content"]
-    if "<response_A>" in question:
-        a, b = (len(text) for text in re.findall(r"<response_\w>\n(.*?)\n</r", question, re.S))
-        return json.dumps({"preference": "A" if a > b else "B" if b > a else "tie"})
+    if "<response_A>" in request["messages"][1]["content"]:
+        return prefers(*map(len, compared_texts(request)))
     prompt, revises = part("prompt", request), len(request["messages"]) > 2
     if prompt == "The party" or (prompt == "The movie" and revises):
         return "no"

@@ -23,18 +23,17 @@ from stages.lib.judging.pairwise import (
     Verdict,
     judge_both_orders,
 )
+from tests.stages.judges import compared_texts, prefers
 
 KEY = "sk-very-secret"
-SAY_A, SAY_B, SAY_TIE = (f'{{"reason": "so", "preference": "{it}"}}' for it in ("A", "B", "tie"))
+SAY_A, SAY_B = prefers(1, 0), prefers(0, 1)
 PAIR = Comparison("The day", " was good.", " was bad.")
 
 
 def likes_good(request: dict) -> str:
     """Prefers the response with the word good, in either position."""
-    a, b = re.findall(
-        r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
-    )
-    return SAY_TIE if ("good" in a) == ("good" in b) else SAY_A if "good" in a else SAY_B
+    a, b = compared_texts(request)
+    return prefers("good" in a, "good" in b)
 
 
 def allow_key(server: str) -> None:
@@ -316,9 +315,7 @@ def test_several_dimensions_in_both_orders(endpoint, chat_server):
     """Prefers the longer one as thorough and the first one as kind; all are equally true."""
 
     def answer(request: dict) -> str:
-        a, b = re.findall(
-            r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
-        )
+        a, b = compared_texts(request)
         longer = "A" if len(a) > len(b) else "B"
         return f'{{"reason": "so", "thorough": "{longer}", "kind": "A", "true": "tie"}}'
 
