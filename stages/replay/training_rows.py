@@ -78,7 +78,16 @@ def make_training_rows(
         better = case.better or (answer.text if answer and answer.preferred else None)
         demonstrated = case.better or (answer.text if answer and answer.good else None)
         if better:
-            pairs.append({**row, "chosen": better, "rejected": case.response})
+            pairs.append(
+                {
+                    "id": row["id"],
+                    "prompt": case.prompt,
+                    "source": "replay",
+                    "badcase": case.id,
+                    "chosen": better,
+                    "rejected": case.response,
+                }
+            )
         if demonstrated:
             demonstrations.setdefault((key, demonstrated), {**row, "completion": demonstrated})
         replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))
