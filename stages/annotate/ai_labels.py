@@ -113,11 +113,7 @@ def label_all(
     principles: Sequence[str | None],
     recorder: MetricLogger,
 ) -> Labels:
-    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them.
-
-    Args:
-        responses, principles: of each prompt.
-    """
+    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them."""
     pairs, judgements = list[PreferencePair](), list[TwoOrderVerdict]()
     for start in range(0, len(prompt_rows), PROMPTS_PER_PROGRESS_LINE):
         part = slice(start, start + PROMPTS_PER_PROGRESS_LINE)

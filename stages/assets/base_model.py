@@ -286,10 +286,6 @@ def check_numbers(folder: Path, params: ModelParams) -> None:
     """Compare the numbers of a model as the stages compute them with those of transformers, and
     check that a reward model can start from it.
 
-    Args:
-        folder: of the model.
-        params: section `model` of params.yaml.
-
     Raises:
         BadInput: the model cannot be loaded, or not be computed with the same numbers; names the
             attention with which it can be, if any.

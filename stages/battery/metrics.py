@@ -224,11 +224,7 @@ def lineage_distance(reward_model: Any, sft: Any) -> float:
 
     All weights but the heads count, as one vector. Models that were pretrained apart have nearly
     orthogonal weights, so the distance is 1 or more. A weight of SFT that the reward model does not
-    have, or has in another shape, counts as 0 there.
-
-    Args:
-        reward_model: a sequence classifier; of an ensemble, the first member.
-        sft: the causal language model that PPO starts from.
+    have, or has in another shape, counts as 0 there. Of an ensemble, the first member counts.
     """
     others = reward_model.base_model.state_dict()
     length, distance = 0.0, 0.0

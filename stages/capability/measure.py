@@ -94,9 +94,6 @@ def measure(
 ) -> tuple[dict[str, Metrics], list[SliceSample]]:
     """Compare SFT and policy on each slice and each task.
 
-    Args:
-        slices: prompts by slice and key.
-
     Returns:
         Metrics by slice and `task_<name>` (see `regression_metrics`), and one row per prompt of
         slices/ with both responses.

@@ -92,9 +92,6 @@ class ReplayInputs:
 def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     """Read all rows.
 
-    Args:
-        per_prompt: see `needed_rollouts`.
-
     Raises:
         BadInput: a file is missing, or a prompt is an evaluation prompt: rows made from it would be
             trained on.

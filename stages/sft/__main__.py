@@ -284,11 +284,6 @@ def compare_with_demonstrations(
 ) -> dict[str, float]:
     """Metrics of SFT's responses beside those of held-out demonstrations, the usual values.
 
-    Args:
-        responses: of the SFT model.
-        demonstrations: held-out, truncated to the same number of tokens.
-        training_texts: completions that SFT was trained on.
-
     Returns:
         eos_rate: share of texts that end with EOS. length: mean tokens; length_ratio: over the mean
         of the demonstrations. repetition_3: mean share of repeated 3-grams. memorised: share of

@@ -111,10 +111,6 @@ def check_prompts_not_in_eval_set(
 def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
     """Check that the held-out files equal those of the previous round.
 
-    Args:
-        folder: the data folder of this round's prepare stage.
-        previous: the folder of the previous round.
-
     Raises:
         BadInput: a held-out file differs, or the previous round has none.
     """

@@ -173,13 +173,7 @@ def find_duplicates(
 def possible_sets(
     indices: Collection[int], read: Callable[[int], Numbers], similarity: float
 ) -> dict[int, Hashes]:
-    """The grams of those texts that may have a near duplicate among the texts, by index.
-
-    Args:
-        indices: of the texts.
-        read: returns the words and symbols of a text.
-        similarity: the threshold, 0..1.
-    """
+    """The grams of those texts that may have a near duplicate among the texts, by index."""
     sets = gram_sets([read(index) for index in indices])
     possible = set(may_match(sets, in_more_than(sets, 1), similarity).tolist())
     return {

@@ -78,9 +78,6 @@ class PairwiseJudge(Protocol):
 
         Use `judge_both_orders` to remove the effect of the order.
 
-        Args:
-            comparisons: prompts with two responses each.
-
         Returns:
             One verdict per comparison, in order; None if the judge gave no readable answer.
 

@@ -66,12 +66,8 @@ FLUENT = 0.95  # quantile of human texts up to which a text counts as fluent
 
 
 class Fluency:
-    """Negative log-likelihood of each response, nats per token with EOS, under a model.
-
-    Args:
-        model: a model that PPO did not train.
-        tokenizer: its tokenizer.
-        prompt_format: how prompts become text.
+    """Negative log-likelihood of each response, nats per token with EOS, under a model that
+    PPO did not train.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:

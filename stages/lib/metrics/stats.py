@@ -103,12 +103,6 @@ def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | 
     The half width of an interval shrinks with the square root of the number of prompts, so the
     answer is n (half width / |rate - 0.5|)^2, rounded up, and at least one more than now.
 
-    Args:
-        prompts: number of prompts now.
-        rate: the win rate, 0..1.
-        low: lower end of its interval.
-        high: upper end of its interval.
-
     Returns:
         The number; None if the interval excludes 0.5 already, or if the rate is 0.5.
     """
