@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaTokenizer
 
 from stages.assets.base_model import tiny_tokenizer
-from stages.assets.tiny_corpus import tiny_texts
+from stages.assets.datasets import tiny_texts
 
 ZEPHYR_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content']"

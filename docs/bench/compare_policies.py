@@ -12,9 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from stages.evaluate.equal_kl import compare_with_champion
 from stages.evaluate.evaluator import Evaluator
-from stages.evaluate.results import ModelResults
+from stages.evaluate.results import ModelResults, compare_with_champion
 from stages.lib.core.champion import Champion
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stages.lib.core.params import load_params
 from stages.lib.core.rows import PreferencePair, read_rows
-from stages.lib.metrics.sentiment import sentiment
+from stages.lib.judging.lexicon import sentiment
 from stages.lib.metrics.stats import pearson
 
 

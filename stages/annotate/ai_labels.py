@@ -4,24 +4,25 @@ The judge is also measured against people, on held-out pairs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from stages.annotate.human_pairs import compare_with_people, load_principles
+from stages.annotate.inputs import (
+    compare_with_people,
+    load_principles,
+    sample_sft,
+    training_prompts,
+)
 from stages.annotate.revisions import make_revisions, write_usage
-from stages.annotate.sampling import sample_sft
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
-from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read_rows
+from stages.lib.core.rows import PreferencePair, PromptRow, read_rows
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import user_files
-from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
-from stages.lib.judging.agreement import between_orders
-from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.jury import all_pairs, best_and_worst, between_orders, copeland_scores
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
     OUTCOME_BY_PREFERENCE,
@@ -32,14 +33,7 @@ from stages.lib.judging.pairwise import (
 )
 
 PROMPTS_PER_PROGRESS_LINE = 16
-
-
-@dataclass(frozen=True)
-class LabelledPrompt:
-    """A prompt's pair, None if the judge prefers none of its responses; and all its comparisons."""
-
-    pair: PreferencePair | None
-    judgements: list[TwoOrderVerdict]
+Labels = tuple[list[PreferencePair], list[TwoOrderVerdict]]  # pairs, and all comparisons
 
 
 def label_with_judge(params: Params, round_: str) -> None:
@@ -49,12 +43,9 @@ def label_with_judge(params: Params, round_: str) -> None:
     Raises:
         RondoError: the judge prefers no response, for any prompt.
     """
-    # 1. inputs: training prompts only, since the responses are trained on
+    # 1. inputs
     data = stage_dir(round_, "prepare") / "data"
-    prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl"))
-    prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
-    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl")
-    check_prompts_not_in_eval_set(prompt_rows, evaluation)
+    prompt_rows = training_prompts(params, round_, params.annotate.prompts)
     train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl")
     replayed = [pair for pair in train_pairs if "badcase" in pair]
     principles = load_principles(params)
@@ -66,13 +57,11 @@ def label_with_judge(params: Params, round_: str) -> None:
 
     # 3. responses of SFT
     prompts = [row["prompt"] for row in prompt_rows]
-    sampled = sample_sft(prompts, params.annotate.samples, params, round_)
+    responses, rendering = sample_sft(prompts, params.annotate.samples, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
     drawn = [draw_principle(principles, params.seed, row["id"]) for row in prompt_rows]
-    labelled = label_all(judge, prompt_rows, sampled.by_prompt, drawn, recorder)
-    pairs = [prompt.pair for prompt in labelled if prompt.pair]
-    judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
+    pairs, judgements = label_all(judge, prompt_rows, responses, drawn, recorder)
     consistency = between_orders([*human_judgements, *judgements])
     unparsable = sum(not judgement.readable for judgement in judgements)
     if not pairs:
@@ -86,8 +75,8 @@ def label_with_judge(params: Params, round_: str) -> None:
         )
 
     # 5. revisions by the constitution; write: replayed pairs stay, other human pairs do not
-    revised = make_revisions(params, principles, recorder)
-    metrics = {
+    revised, revision_usage = make_revisions(params, principles, recorder)
+    metrics: Metrics = {
         "annotator": "judge",
         **judge.describe(),
         "prompts": len(prompt_rows),
@@ -99,10 +88,22 @@ def label_with_judge(params: Params, round_: str) -> None:
         **consistency,
         **agreement,
         **judge.cost(),
-        **revised.metrics,
+        **revised,
     }
-    write_usage(round_, judge.usage() | revised.usage)
-    write_outputs([*pairs, *replayed], metrics, judge, sampled.template_hash, params, recorder)
+    write_usage(round_, judge.usage() | revision_usage)
+    write_jsonl(recorder.folder / "data/pairs_train.jsonl", [*pairs, *replayed])
+    files = [data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")]
+    write_manifest(
+        "annotate",
+        round_,
+        seed=params.seed,
+        inputs=[*files, *user_files(params)["constitution"]],
+        template_hash=rendering,
+        **judge.describe(),
+    )
+    recorder.finish(metrics)
+    counts = f"{len(pairs)} pairs from {len(prompt_rows)} prompts, {len(replayed)} replayed"
+    print(f"[annotate@{round_}] {counts}", flush=True)
 
 
 def label_all(
@@ -111,50 +112,16 @@ def label_all(
     responses: Sequence[Sequence[str]],
     principles: Sequence[str | None],
     recorder: MetricLogger,
-) -> list[LabelledPrompt]:
-    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them.
-
-    Args:
-        responses, principles: of each prompt.
-    """
-    labelled: list[LabelledPrompt] = []
+) -> Labels:
+    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them."""
+    pairs, judgements = list[PreferencePair](), list[TwoOrderVerdict]()
     for start in range(0, len(prompt_rows), PROMPTS_PER_PROGRESS_LINE):
         part = slice(start, start + PROMPTS_PER_PROGRESS_LINE)
-        labelled += compare_all(judge, prompt_rows[part], responses[part], principles[part])
-        pairs = sum(prompt.pair is not None for prompt in labelled)
-        recorder.log_progress(len(labelled), f"{pairs} pairs")
-    return labelled
-
-
-def write_outputs(
-    pairs: list[PreferencePair],
-    metrics: Metrics,
-    judge: PairwiseJudge,
-    template_sha256: str,
-    params: Params,
-    recorder: MetricLogger,
-) -> None:
-    """Write the pairs, the manifest and the metrics."""
-    folder, round_ = recorder.folder, recorder.round
-    data = stage_dir(round_, "prepare") / "data"
-    write_jsonl(folder / "data/pairs_train.jsonl", pairs)
-    write_manifest(
-        "annotate",
-        round_,
-        seed=params.seed,
-        inputs=[
-            *(data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")),
-            *user_files(params)["constitution"],
-        ],
-        template_hash=template_sha256,
-        **judge.describe(),
-    )
-    recorder.finish(metrics)
-    print(
-        f"[annotate@{round_}] {metrics['pairs']} pairs from {metrics['prompts']} prompts,"
-        f" {metrics['replayed']} replayed",
-        flush=True,
-    )
+        labels = compare_all(judge, prompt_rows[part], responses[part], principles[part])
+        pairs += labels[0]
+        judgements += labels[1]
+        recorder.log_progress(min(part.stop, len(prompt_rows)), f"{len(pairs)} pairs")
+    return pairs, judgements
 
 
 def compare_all(
@@ -162,12 +129,11 @@ def compare_all(
     prompt_rows: Sequence[PromptRow],
     responses: Sequence[Sequence[str]],
     principles: Sequence[str | None],
-) -> list[LabelledPrompt]:
+) -> Labels:
     """Label prompts by comparing all pairs of each one's distinct responses.
 
-    All comparisons of a prompt have its principle, so that its pair has one reason.
-
-    All comparisons go to the judge in one call, so that it can work on them in parallel.
+    All comparisons of a prompt have its principle, so that its pair has one reason. They go to the
+    judge in one call, so that it can work on them in parallel.
     """
     distinct = [list(dict.fromkeys(texts)) for texts in responses]
     comparisons = [
@@ -175,33 +141,33 @@ def compare_all(
         for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
         for i, j in all_pairs(len(texts))
     ]
-    verdicts = iter(judge_both_orders(judge, comparisons))
-    return [
-        label_prompt(
-            row,
-            texts,
-            [next(verdicts) for _ in all_pairs(len(texts))],
-            judge.describe() | ({"principle": principle} if principle else {}),
-        )
-        for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
-    ]
+    judgements = judge_both_orders(judge, comparisons)
+    verdicts = iter(judgements)
+    pairs = []
+    for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True):
+        by_pair = {pair: next(verdicts) for pair in all_pairs(len(texts))}
+        judge_facts = judge.describe() | ({"principle": principle} if principle else {})
+        if pair := make_pair(row, texts, by_pair, judge_facts):
+            pairs.append(pair)
+    return pairs, judgements
 
 
-def label_prompt(
+def make_pair(
     row: PromptRow,
     responses: Sequence[str],
-    judgements: list[TwoOrderVerdict],
+    judgements: Mapping[tuple[int, int], TwoOrderVerdict],
     judge_facts: Mapping[str, str | None],
-) -> LabelledPrompt:
-    """Make the pair of a prompt's responses, with its provenance under `annotator`."""
-    by_pair = dict(zip(all_pairs(len(responses)), judgements, strict=True))
-    votes = {pair: OUTCOME_BY_PREFERENCE[verdict.preference] for pair, verdict in by_pair.items()}
+) -> PreferencePair | None:
+    """The best and the worst of a prompt's responses, with their provenance under `annotator`; None
+    if the judge prefers none.
+    """
+    votes = {pair: OUTCOME_BY_PREFERENCE[one.preference] for pair, one in judgements.items()}
     scores = copeland_scores(len(responses), votes)
     extremes = best_and_worst(scores, votes)
     if not extremes:
-        return LabelledPrompt(None, judgements)
+        return None
     best, worst = extremes
-    pair: PreferencePair = {
+    return {
         "id": f"judge-{row['id']}",
         "prompt": row["prompt"],
         "chosen": responses[best],
@@ -211,10 +177,9 @@ def label_prompt(
             **judge_facts,
             "samples": list(responses),
             "scores": scores,
-            "confidence": by_pair[min(extremes), max(extremes)].confidence,
+            "confidence": judgements[min(extremes), max(extremes)].confidence,
         },
     }
-    return LabelledPrompt(pair, judgements)
 
 
 def load_judge(params: Params) -> PairwiseJudge:

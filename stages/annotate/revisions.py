@@ -8,19 +8,21 @@ revision. The wording of all requests here is part of the cache's keys.
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from stages.annotate.human_pairs import compare_with_people, load_principles
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import (
+    compare_with_people,
+    load_principles,
+    sample_sft,
+    training_prompts,
+)
 from stages.lib.core.constitution import draw_principle
-from stages.lib.core.files import REVISED, stage_dir, work_dir, write_json, write_jsonl
+from stages.lib.core.files import REVISED, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.core.rows import PromptRow, RevisedResponse, TrainingPrompt, read_rows
+from stages.lib.core.rows import PromptRow, RevisedResponse, TrainingPrompt
 from stages.lib.core.types import Metrics
-from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.lib.judging.chat import ChatClient, Messages, prompt_text
 from stages.lib.judging.endpoint import EndpointJudge
 
@@ -46,27 +48,9 @@ longer applies. Keep what is good in it, do not repeat the prompt, and do not ma
 Answer: {form}"""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """What the language model made of one response.
-
-    row: the revised response; None if there is none, or if it is no improvement. outcome: `revised`
-    or the reason: `failed` (no readable answer), `empty` or `unchanged`.
-    """
-
-    row: RevisedResponse | None
-    outcome: str
-
-
+Attempt = tuple[RevisedResponse | None, str]  # the revised response, if it is one; the outcome
+# failed: no readable answer
 OUTCOMES = ("revised", "failed", "empty", "unchanged")
-
-
-@dataclass(frozen=True)
-class Revisions:
-    """Metrics and usage under the key `revisions`; both empty if annotate.revisions is 0."""
-
-    metrics: Metrics
-    usage: Metrics
 
 
 def revise_beside_people(params: Params, recorder: MetricLogger) -> Metrics:
@@ -78,25 +62,26 @@ def revise_beside_people(params: Params, recorder: MetricLogger) -> Metrics:
     """
     principles, judge = load_principles(params), EndpointJudge(params.annotate.endpoint)
     _, agreement = compare_with_people(judge, params, principles, recorder)
-    revised = make_revisions(params, principles, recorder)
-    write_usage(recorder.round, judge.usage() | revised.usage)
-    return {**judge.describe(), **agreement, **judge.cost(), **revised.metrics}
+    revised, usage = make_revisions(params, principles, recorder)
+    write_usage(recorder.round, judge.usage() | usage)
+    return {**judge.describe(), **agreement, **judge.cost(), **revised}
 
 
-def make_revisions(params: Params, principles: Sequence[str], recorder: MetricLogger) -> Revisions:
+def make_revisions(
+    params: Params, principles: Sequence[str], recorder: MetricLogger
+) -> tuple[Metrics, Metrics]:
     """Write revised.jsonl: empty if annotate.revisions is 0.
 
-    Raises:
-        BadInput, Unreachable, RondoError: as `ChatClient.read`.
+    Returns:
+        (metrics, usage), each under the key `revisions`; both empty if annotate.revisions is 0.
     """
-    rows: list[RevisedResponse] = []
-    revised = Revisions({}, {})
-    if params.annotate.revisions:
-        chat = ChatClient(params.annotate.endpoint)
-        rows, outcomes = revise_responses(params, chat, principles, recorder)
-        revised = Revisions({"revisions": {**outcomes, **chat.cost()}}, {"revisions": chat.usage()})
+    if not params.annotate.revisions:
+        write_jsonl(recorder.folder / REVISED, [])
+        return {}, {}
+    chat = ChatClient(params.annotate.endpoint)
+    rows, outcomes = revise_responses(params, chat, principles, recorder)
     write_jsonl(recorder.folder / REVISED, rows)
-    return revised
+    return {"revisions": {**outcomes, **chat.cost()}}, {"revisions": chat.usage()}
 
 
 def write_usage(round_: str, usage: Metrics) -> None:
@@ -118,36 +103,27 @@ def revise_responses(
     Returns:
         (the revised responses; the number of prompts, and of each outcome)
     """
-    data = stage_dir(recorder.round, "prepare") / "data"
-    rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl"))
-    rows = shuffled(rows, params.seed)[: params.annotate.revisions]
-    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl")
-    check_prompts_not_in_eval_set(rows, evaluation)  # revisions become training rows
-    sampled = sample_sft([row["prompt"] for row in rows], 1, params, recorder.round)
+    rows = training_prompts(params, recorder.round, params.annotate.revisions)
+    sampled, _ = sample_sft([row["prompt"] for row in rows], 1, params, recorder.round)
 
     def attempt(item: tuple[TrainingPrompt, str]) -> Attempt:
         row, response = item
         principle = draw_principle(principles, params.seed, row["id"])
         return revise(row, response, principle or "", chat, params.prepare.prompt_format)
 
-    responses = (response for [response] in sampled.by_prompt)
-    items = list(zip(rows, responses, strict=True))
+    items = [(row, response) for row, [response] in zip(rows, sampled, strict=True)]
     attempts = chat.in_parallel(attempt, items)
-    outcomes = Counter(attempt.outcome for attempt in attempts)
-    print(
-        f"[{recorder.label}] {len(rows)} responses criticised: "
-        + ", ".join(f"{outcomes[name]} {name}" for name in OUTCOMES),
-        flush=True,
-    )
-    counts = {"prompts": len(rows), **{name: outcomes[name] for name in OUTCOMES}}
-    return [attempt.row for attempt in attempts if attempt.row], counts
+    counted = Counter(outcome for _, outcome in attempts)
+    outcomes = {name: counted[name] for name in OUTCOMES}
+    listed = ", ".join(f"{number} {name}" for name, number in outcomes.items())
+    print(f"[{recorder.label}] {len(rows)} responses criticised: {listed}", flush=True)
+    return [row for row, _ in attempts if row], {"prompts": len(rows), **outcomes}
 
 
 def revise(
     row: PromptRow, response: str, principle: str, chat: ChatClient, prompt_format: PromptFormat
 ) -> Attempt:
     """Request the criticism of a response, and then its revision."""
-    ask = partial(_ask, chat)
     continues = prompt_format is PromptFormat.plain and isinstance(row["prompt"], str)
     messages: Messages = [
         {"role": "system", "content": SYSTEM.format(relation=CONTINUES if continues else REPLIES)},
@@ -160,20 +136,20 @@ def revise(
             )
         ),
     ]
-    critique = ask(messages, CRITIQUE)
+    critique = _ask(chat, messages, CRITIQUE)
     if not critique:
-        return Attempt(None, "failed")
+        return None, "failed"
     messages += [
         {"role": "assistant", "content": json.dumps({CRITIQUE: critique}, ensure_ascii=False)},
         _user(ASK_REVISION.format(form=FORM.format(key=REVISION))),
     ]
-    revision = ask(messages, REVISION)
+    revision = _ask(chat, messages, REVISION)
     if revision is None:
-        return Attempt(None, "failed")
+        return None, "failed"
     if not revision:
-        return Attempt(None, "empty")
+        return None, "empty"
     if revision.split() == response.split():
-        return Attempt(None, "unchanged")
+        return None, "unchanged"
     revised: RevisedResponse = {
         "id": row["id"],
         "prompt": row["prompt"],
@@ -182,7 +158,7 @@ def revise(
         "critique": critique,
         "revision": _separator(response, prompt_format) + revision,
     }
-    return Attempt(revised, "revised")
+    return revised, "revised"
 
 
 def _user(content: str) -> dict[str, str]:

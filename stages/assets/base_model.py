@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from stages.assets.datasets import tiny_texts
 from stages.assets.pypi import Package, fetch
-from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.model_folders import damage_named
@@ -285,10 +285,6 @@ def load_local(path: Path) -> tuple[Any, Any]:
 def check_numbers(folder: Path, params: ModelParams) -> None:
     """Compare the numbers of a model as the stages compute them with those of transformers, and
     check that a reward model can start from it.
-
-    Args:
-        folder: of the model.
-        params: section `model` of params.yaml.
 
     Raises:
         BadInput: the model cannot be loaded, or not be computed with the same numbers; names the

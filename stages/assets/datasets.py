@@ -2,17 +2,43 @@
 
 import io
 import json
+import random
 import tarfile
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from stages.assets.pypi import Package, fetch
-from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from stages.lib.core.params import Params
-from stages.lib.core.progress import progress, tracked
+from stages.lib.core.progress import tracked
+
+TEXTS = 400
+OPENINGS = ["My trip", "The dinner", "Our concert", "The match"]
+OPENINGS += ["My walk", "The party", "Our meeting", "The movie"]
+PLACES = ["in Rome", "at home", "by night", "on Monday", "with Anna"]
+PLACES += ["near work", "in town", "after lunch", "at school", "on Friday"]
+PLACES += ["in Paris", "at noon", "by train", "on Sunday", "with Tom"]
+PLACES += ["near home", "in May", "after work", "at sea", "on foot"]
+MANNERS = ["was", "felt", "has been", "turned out"]
+# With their ratings, -4 (most negative) to 4 (most positive); a text has the sum of both.
+FEELINGS = {
+    **{"wonderful": 3.4, "great": 2.7, "nice": 1.6},
+    **{"calm": 0.2, "usual": 0.0, "long": -0.2},
+    **{"dull": -1.6, "sad": -2.3, "awful": -3.4},
+}
+ENDS = {"and we laughed": 0.3, "for all of us": 0.0, "so we left early": -0.3}
+
+
+def tiny_texts() -> list[tuple[float, str]]:
+    """The corpus as (rating -4 to 4, text), the same on every machine."""
+    combinations = list(product(OPENINGS, PLACES, MANNERS, FEELINGS, ENDS))
+    return [
+        (FEELINGS[feeling] + ENDS[end], f"{opening} {place} {manner} {feeling} {end}.")
+        for opening, place, manner, feeling, end in random.Random(0).sample(combinations, TEXTS)
+    ]
+
 
 VADER = Package(
     "vaderSentiment==3.3.2",
@@ -73,14 +99,8 @@ def embedded_tweets() -> str:
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     """Write a hub data set as train.jsonl and eval.jsonl (its split test, validation or eval)."""
-    import datasets
-
-    repository, revision = name, None
-    if not Path(name).exists():
-        repository, revision = hub.name_and_revision(name, "assets.data")
     refused = "the hub does not give it; check name, revision and data_config"
-    with progress(f"downloading {name}"), hub.hub_errors(f"assets.data {name}", refused):
-        splits: Any = datasets.load_dataset(repository, data_dir=data_dir, revision=revision)
+    splits = hub.load_data_set(name, "assets.data", refused, data_dir=data_dir)
     if "train" not in splits:
         raise BadInput(
             f"assets.data {name}: expected a split `train`, found {', '.join(splits)};"

@@ -67,19 +67,4 @@ def fetch(package: Package) -> Path:
                 f" index.\n{pip.stderr[-2000:]}"
             )
         (file,) = Path(folder).iterdir()
-        check_sha256(file, package.sha256)
         return Path(shutil.move(file, cached))
-
-
-def check_sha256(file: Path, expected: str) -> None:
-    """Check a downloaded file.
-
-    Raises:
-        BadInput: the file has another sha256.
-    """
-    actual = file_hash(file)
-    if actual != expected:
-        raise BadInput(
-            f"{file.name}: expected sha256 {expected}, got {actual}; the download is damaged or the"
-            f" package was replaced. Run the stage again; if the error stays, check pip's index"
-        )

@@ -1,7 +1,6 @@
 """battery: is this reward model good enough to be optimised against?
 
 `metrics` turns scores into numbers, `best_of_n` samples from the SFT model and scores the samples,
-`probes` scores corrupted texts (stages/lib/data/corruptions.py) and texts with an appended ending,
-`phrase_mining` finds phrases that go with high scores, `report` writes samples and tables for
-readers.
+`probes` scores corrupted or edited texts and texts with an appended ending or phrase, `report`
+writes samples and tables for readers.
 """

@@ -18,24 +18,31 @@ from stages.battery.best_of_n import (
     sample_and_score,
     score_metrics,
 )
-from stages.battery.flips import flip_metrics
-from stages.battery.judge_metrics import (
-    ending_outcomes,
+from stages.battery.metrics import (
+    disjoint_pairs,
+    lineage_distance,
     pair_agreement,
+    pair_metrics,
+    scores_by_side,
     text_scores,
-    with_judge_scores,
 )
-from stages.battery.lineage import lineage_distance
-from stages.battery.metrics import disjoint_pairs, pair_metrics, scores_by_side
-from stages.battery.phrase_mining import phrases_to_try
 from stages.battery.probes import (
     ending_metrics,
+    ending_outcomes,
+    flip_metrics,
+    phrases_to_try,
     probe_metrics,
     run_corruption_probes,
     run_ending_probes,
     word_uplifts,
 )
-from stages.battery.report import best_and_worst, format_metric, worst_failures, write_plots
+from stages.battery.report import (
+    best_and_worst,
+    format_metric,
+    with_judge_scores,
+    worst_failures,
+    write_plots,
+)
 from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest

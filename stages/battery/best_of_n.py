@@ -16,7 +16,7 @@ from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.responses import responder
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
-from stages.lib.metrics.stats import paired_bootstrap, pearson
+from stages.lib.metrics.stats import interval_names, mean, paired_bootstrap, pearson, with_interval
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,22 @@ def best_of_n_curve(samples: ScoredSamples, judge: PrimaryJudge, params: Params)
     single = samples.best_by_judge(1, judge)
     best = samples.best_by_judge(max(sizes), judge)
     rises = [[b - a] for a, b in zip(single, best, strict=True)]
-    rise, low, high = paired_bootstrap(rises, params.evaluate.bootstrap_resamples, params.seed)
+    interval = paired_bootstrap(rises, params.evaluate.bootstrap_resamples, params.seed)
     means = {
         str(n): {
-            "judge_score": _mean(samples.best_by_judge(n, judge)),
-            "score": _mean(samples.best_of(n, samples.scores)),
+            "judge_score": mean(samples.best_by_judge(n, judge)),
+            "score": mean(samples.best_of(n, samples.scores)),
         }
         for n in sizes
     }
-    return means | {"rise": rise, "rise_low": low, "rise_high": high}
+    return means | with_interval("rise", interval)
 
 
 def rise_by_second_model(samples: ScoredSamples, params: Params, round_: str) -> Metrics:
     """`apart_rise`: the rise of `best_of_n_curve` by the second reward model, which was trained on
     the pairs of other prompts, with its interval; null if there is none (reward.judge_share).
     """
-    names = ("rise", "rise_low", "rise_high")
+    names = interval_names("rise")
     if not params.reward.judge_share:
         return {f"apart_{name}": None for name in names}
     named = HELD_OUT_REWARD_MODEL
@@ -148,8 +148,3 @@ def demonstration_scores(rows: list[Demonstration], scorer: RewardScorer) -> lis
     """Scores of demonstrations, encoded as the reward stage does when it calibrates."""
     tokenized = tokenize_fitting(scorer.tokenizer, rows, ["completion"], scorer.params, "reward")
     return scorer.tokens(tokenized.texts("completion"))
-
-
-def _mean(values: list[float]) -> float:
-    # not fmean, which rounds otherwise in the last digit: recorded numbers would change
-    return sum(values) / len(values)

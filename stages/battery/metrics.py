@@ -4,15 +4,19 @@ A pair's outcome is 1 if the chosen text scores higher, 0.5 for a tie, else 0.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
+import torch
 
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.metrics.stats import (
     connected_groups,
     paired_bootstrap,
@@ -88,6 +92,37 @@ def pair_metrics(
         "accuracy_clustered_high": high,
         "length_correlation": pearson(text_scores, lengths),
         "length_correlation_partial": partial_correlation(text_scores, lengths, held_fixed),
+    }
+
+
+def text_scores(pairs: Sequence[PreferencePair], judge: PrimaryJudge) -> list[float] | None:
+    """The judge's scores of each pair's chosen and rejected text; None if it only compares."""
+    sides = [(row["prompt"], row[side]) for row in pairs for side in SIDES]
+    return judge.scores([prompt for prompt, _ in sides], [text for _, text in sides])
+
+
+def pair_agreement(
+    pairs: Sequence[PreferencePair], scores: PairScores, judge: PrimaryJudge, params: Params
+) -> Metrics:
+    """Agreement of judge and reward model with the labels of the same pairs; a tie counts half.
+
+    `judge_lead` is the accuracy of the reward model minus the judge's. `judge_accuracy_low` is the
+    lower bound of Wilson's 95% interval, of the correct pairs and half the ties. A judge that only
+    compares is asked about battery.pairs of the pairs, since each is a request.
+    """
+    indices = list(range(len(pairs)))
+    if judge.only_compares:
+        random.Random(params.seed).shuffle(indices)
+        del indices[params.battery.pairs :]
+    judged = [pairs[index] for index in indices]
+    chosen, rejected = ([row[side] for row in judged] for side in SIDES)
+    outcomes = judge.outcomes([row["prompt"] for row in judged], chosen, rejected)
+    accuracy = fmean(outcomes)
+    return {
+        "judge_accuracy": accuracy,
+        "judge_accuracy_low": wilson_interval(int(sum(outcomes)), len(judged))[0],
+        "judge_lead": fmean(win(*scores[index]) for index in indices) - accuracy,
+        "judged_pairs": len(judged),
     }
 
 
@@ -181,3 +216,23 @@ def disjoint_pairs(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
 def text_keys(row: PreferencePair) -> tuple[tuple[str, str], tuple[str, str]]:
     """The two texts of a pair, each as (prompt, text)."""
     return (str(row["prompt"]), row["chosen"]), (str(row["prompt"]), row["rejected"])
+
+
+@torch.no_grad()
+def lineage_distance(reward_model: Any, sft: Any) -> float:
+    """Distance of the reward model's weights from SFT's, relative to SFT's: |R - S| / |S|.
+
+    All weights but the heads count, as one vector. Models that were pretrained apart have nearly
+    orthogonal weights, so the distance is 1 or more. A weight of SFT that the reward model does not
+    have, or has in another shape, counts as 0 there. Of an ensemble, the first member counts.
+    """
+    others = reward_model.base_model.state_dict()
+    length, distance = 0.0, 0.0
+    for name, weight in sft.base_model.state_dict().items():
+        start = weight.float()
+        other = others.get(name)
+        same = other is not None and other.shape == start.shape
+        difference = start - other.float() if same else start
+        length += float(start.square().sum())
+        distance += float(difference.square().sum())
+    return math.sqrt(distance / length)

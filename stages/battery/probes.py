@@ -1,17 +1,63 @@
-"""Probes: texts that a reward model should not prefer.
+"""Probes: texts that a reward model should not prefer, and edits that must not change its order.
 
 A chosen text is corrupted, or an ending is appended to a rejected text; a sound reward model scores
-both below the original chosen text.
+both below the original chosen text. Edits that keep the meaning of both texts of a pair are three
+of the transformations of reWordBench (Wu et al. 2025, arXiv 2503.11751), which found that reward
+models with an accuracy above 95% fall to 73% by the format of the answer alone.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
+from stages.battery.best_of_n import ScoredSamples
 from stages.battery.metrics import PairScores, Rate, highest_rate, rate, text_keys, win
-from stages.lib.core.rows import PreferencePair
+from stages.lib.core.files import is_placeholder
+from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import Edit
+from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics, Prompt, ScoreFunction
 from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
+from stages.lib.data.rollouts import read_rollouts
+from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.metrics.text import phrases, tokens
+
+
+def lower_case(text: str, _: random.Random) -> str:
+    return text.lower()
+
+
+def quoted(text: str, _: random.Random) -> str:
+    """In quotation marks, after the leading space."""
+    stripped = text.strip()
+    return text.replace(stripped, f'"{stripped}"', 1) if stripped else text
+
+
+def typo(text: str, generator: random.Random) -> str:
+    """Two neighbouring inner letters of one word of four or more letters swapped.
+
+    A text without such a word is returned as it is.
+    """
+    places = [
+        index
+        for index in range(1, len(text) - 2)
+        if text[index - 1 : index + 3].isalpha() and text[index] != text[index + 1]
+    ]
+    if not places:
+        return text
+    index = generator.choice(places)
+    return text[:index] + text[index + 1] + text[index] + text[index + 2 :]
+
+
+EDITS: dict[Edit, Callable[[str, random.Random], str]] = {
+    Edit.lower_case: lower_case,
+    Edit.quoted: quoted,
+    Edit.typo: typo,
+}
 
 
 @dataclass(frozen=True)
@@ -112,6 +158,25 @@ def run_ending_probes(
     return results
 
 
+def ending_outcomes(
+    results: Sequence[Sequence[ProbeResult]], judge: PrimaryJudge
+) -> list[list[float] | None]:
+    """For each ending, whether the judge, too, prefers the texts with it to their originals.
+
+    None if the judge only compares: this would be a request per text.
+    """
+    if judge.only_compares:
+        return [None] * len(results)
+    return [
+        judge.outcomes(
+            [one.prompt for one in ending_results],
+            [one.text for one in ending_results],
+            [one.original for one in ending_results],
+        )
+        for ending_results in results
+    ]
+
+
 def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Metrics:
     """How often each corruption beats its original, and the worst rate of a kind.
 
@@ -173,3 +238,111 @@ def one_ending(results: Sequence[ProbeResult], judge_outcomes: Sequence[float] |
 def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:
     """How often the text beats its original, with its interval and the number of texts."""
     return rate([result.beats_original for result in results], "rate", count_name)
+
+
+def flip_metrics(
+    pairs: Sequence[PreferencePair],
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    score: ScoreFunction,
+    params: Params,
+) -> Metrics:
+    """For each edit of both texts, the share of correctly ranked pairs that it ranks wrongly.
+
+    Args:
+        pairs: P pairs.
+        chosen: (P,) scores of the chosen texts.
+        rejected: (P,) scores of the rejected texts.
+        score: the reward model.
+        params: all params; the edits are `battery.edits`.
+    """
+    correct = [row for row, a, b in zip(pairs, chosen, rejected, strict=True) if a > b]
+    edits = params.battery.edits
+    flips = {edit.value: flip_rate(correct, edit, score, params.seed) for edit in edits}
+    return {"flips": flips, "worst_flip": highest_rate(flips.values())}
+
+
+def flip_rate(pairs: Sequence[PreferencePair], edit: Edit, score: ScoreFunction, seed: int) -> Rate:
+    """Of pairs that are ranked correctly; pairs whose texts stay the same are left out."""
+    changed = [
+        (row["prompt"], *texts)
+        for row in pairs
+        if (texts := edited(row, edit, seed)) != (row["chosen"], row["rejected"])
+    ]
+    prompts = [prompt for prompt, _, _ in changed]
+    chosen = score(prompts, [text for _, text, _ in changed])
+    rejected = score(prompts, [text for _, _, text in changed])
+    scores = zip(chosen, rejected, strict=True)
+    return rate([win(worse, better) for better, worse in scores], "rate", "pairs")
+
+
+def edited(row: PreferencePair, edit: Edit, seed: int) -> tuple[str, str]:
+    """Chosen and rejected text; a text is always edited in the same way."""
+    chosen, rejected = (
+        EDITS[edit](row[side], random.Random(f"{seed} {row[side]}")) for side in SIDES
+    )
+    return chosen, rejected
+
+
+TOP_PART = 4  # the top group is one of so many equal parts by score: the top quarter
+MIN_Z = 1.96  # standard errors by which a phrase has to be over-represented
+MAX_PHRASES = 3  # per source
+
+
+def phrases_to_try(previous: Path, samples: ScoredSamples, listed: Sequence[str]) -> list[str]:
+    """Phrases of the previous round's rollouts, then of the SFT samples, without the listed ones.
+
+    The rollouts have the scores of the reward model that their policy was trained with. The first
+    round has no previous one.
+    """
+    mined: list[str] = []
+    if not is_placeholder(previous / "ppo/rollouts"):
+        responses, scores = [], []
+        for row in read_rollouts(previous / "ppo/rollouts"):
+            responses.append(row["response"])
+            scores.append(row["score"])
+        mined += mine_phrases(responses, scores, MAX_PHRASES)
+    mined += mine_phrases(samples.texts, samples.scores, MAX_PHRASES)
+    return [phrase for phrase in dict.fromkeys(mined) if phrase not in listed]
+
+
+def mine_phrases(texts: Sequence[str], scores: Sequence[float], limit: int) -> list[str]:
+    """At most `limit` phrases of 1 to 3 tokens that are over-represented in the top quarter.
+
+    The phrase with the highest z-score comes first; none is contained in another.
+    """
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    top = len(texts) // TOP_PART
+    if not top:
+        return []
+    top_counts, other_counts = (
+        Counter(phrase for index in indices for phrase in phrases(texts[index]))
+        for indices in (order[:top], order[top:])
+    )
+    z_scores = {
+        phrase: log_odds(count, top, other_counts[phrase], len(texts) - top)
+        for phrase, count in top_counts.items()
+    }
+    over_represented = [phrase for phrase, z in z_scores.items() if z >= MIN_Z]
+    kept: list[str] = []
+    for phrase in sorted(over_represented, key=lambda phrase: (-z_scores[phrase], phrase)):
+        if not any(within(phrase, other) or within(other, phrase) for other in kept):
+            kept.append(phrase)
+    return kept[:limit]
+
+
+def within(phrase: str, other: str) -> bool:
+    """Whether the words of `phrase` are contained in `other`, in order and without a gap."""
+    inner, outer = (f" {' '.join(tokens(text))} " for text in (phrase, other))
+    return inner in outer
+
+
+def log_odds(a: int, of_a: int, b: int, of_b: int) -> float:
+    """z-score: the log odds ratio of `a` in `of_a` texts to `b` in `of_b`, in standard errors.
+
+    A half is added to each cell (Haldane 1956), so that no cell is 0.
+    """
+    cells = [a + 0.5, of_a - a + 0.5, b + 0.5, of_b - b + 0.5]
+    return (math.log(cells[0] / cells[1]) - math.log(cells[2] / cells[3])) / math.sqrt(
+        sum(1 / cell for cell in cells)
+    )

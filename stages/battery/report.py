@@ -3,14 +3,15 @@
 The SFT model's best and worst samples, the probes that beat their original, and tables to plot.
 """
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from stages.battery.best_of_n import ScoredSamples
 from stages.battery.probes import ProbeResult, failure_rate
+from stages.lib.core.files import write_csv
 from stages.lib.core.types import Metrics, Prompt
+from stages.lib.judging.primary import PrimaryJudge
 
 SHOWN_PROMPTS = 24
 SHOWN_TEXTS = 3  # per probe and ending
@@ -59,6 +60,14 @@ def worst_failures(results: Mapping[str, Sequence[ProbeResult]]) -> list[ScoredT
     return rows
 
 
+def with_judge_scores(rows: Sequence[ScoredText], judge: PrimaryJudge) -> list[ScoredText]:
+    """The rows with the judge's score of each text, unless the judge only compares."""
+    scores = judge.scores([row["prompt"] for row in rows], [row["text"] for row in rows])
+    if scores is None:
+        return list(rows)
+    return [{**row, "judge_score": score} for row, score in zip(rows, scores, strict=True)]
+
+
 def _row(
     kind: str,
     name: str,
@@ -87,7 +96,7 @@ def write_plots(
 ) -> None:
     """Tables for `dvc plots`: rates of probes and endings, accuracy per slice, all scores."""
     rates = {name: failure_rate(probe_results, "texts") for name, probe_results in results.items()}
-    _write_table(
+    write_csv(
         folder / "probes.csv",
         ("probe", "rate", "low", "high"),
         ((name, rate["rate"], rate["low"], rate["high"]) for name, rate in rates.items()),
@@ -97,23 +106,16 @@ def write_plots(
         for group, slices in metrics["accuracy"].items()
         for name, accuracy in slices.items()
     }
-    _write_table(
+    write_csv(
         folder / "accuracy.csv",
         ("slice", "accuracy", "low", "high", "pairs"),
         ((name, *accuracy.values()) for name, accuracy in accuracies.items()),
     )
-    _write_table(
+    write_csv(
         folder / "scores.csv",
         ("scored", "score"),
         ((name, round(score, 4)) for name, values in scores.items() for score in values),
     )
-
-
-def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        table = csv.writer(stream)
-        table.writerow(header)
-        table.writerows(rows)
 
 
 def format_metric(value: float | None) -> str:

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
-from stages.evaluate.equal_kl import WIN_RATE, compare_with_champion
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
+    WIN_RATE,
     ModelResults,
+    compare_with_champion,
     print_metrics,
     side_by_side,
     win_rate_with_prompts_needed,
-    with_interval,
     with_intervals,
 )
 from stages.lib.core.champion import load_champion
@@ -41,11 +41,12 @@ from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
+from stages.lib.metrics.stats import interval_names, with_interval
 
 ROUNDING = 1e-3  # nats per sequence
 # the values if there is no champion
 NO_CHAMPION = dict.fromkeys(
-    f"{name}{end}" for name in ("win_rate_champion", WIN_RATE) for end in ("", "_low", "_high")
+    name for rate in ("win_rate_champion", WIN_RATE) for name in interval_names(rate)
 )
 CURVE = (
     *("kl", "kl_per_token", "judge_score", "judge_score_low", "judge_score_high"),

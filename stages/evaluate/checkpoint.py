@@ -15,7 +15,7 @@ from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluati
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.results import ModelResults, side_by_side, with_intervals
 from stages.lib.core.ended_rounds import has_ended, params_of
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import print_failure
 from stages.lib.core.files import (
     REPORTS,
     file_hash,
@@ -83,6 +83,5 @@ if __name__ == "__main__":
         with reporting(f"checkpoint@{options.round}"):
             path = main(params_of(options.round), options.round, options.checkpoint)
         print(path)
-    except RondoError as error:
-        print(f"checkpoint@{options.round}: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    except Exception as error:
+        sys.exit(print_failure(error, f"checkpoint@{options.round}"))

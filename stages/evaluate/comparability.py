@@ -1,12 +1,10 @@
 """Which evaluations can be compared: those with the same prompts, sampling and judges."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json, stage_dir
+from stages.lib.core.files import json_hash, read_json, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.data.splits import evaluation_hash
 
@@ -57,7 +55,7 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
 
 def evaluation_id(settings: Settings) -> str:
     """The first 16 hex digits of a sha256 over the settings; equal for comparable evaluations."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return json_hash(settings)[:16]
 
 
 def differences(a: Settings, b: Settings) -> list[str]:

@@ -58,11 +58,6 @@ def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt, exac
     go, so that a token may rarely be another one: a small share of texts may differ, and the
     numbers of the others only have to be close.
 
-    Args:
-        first: samples of a model.
-        second: the same, sampled and scored again.
-        exact: see `is_exact`.
-
     Returns:
         What was compared, in one sentence.
 

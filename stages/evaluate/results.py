@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
 
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt
+from stages.lib.core.champion import Champion
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.rows import EvaluationSample, PromptRow
@@ -14,10 +17,18 @@ from stages.lib.core.types import Metrics, Prompt
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.judging.primary import TIE
-from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
+from stages.lib.lm.interpolation import interpolate, search_scale
+from stages.lib.lm.loading import load_causal_lm, load_policy
+from stages.lib.lm.saving import policy_weights
+from stages.lib.metrics.stats import (
+    Interval,
+    mean,
+    paired_bootstrap,
+    pearson,
+    prompts_needed,
+    with_interval,
+)
 from stages.lib.metrics.text import distinct_n, repetition_n
-
-Interval = tuple[float, float, float]  # mean, and low and high end of its 95% interval
 
 
 def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
@@ -36,7 +47,7 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],
         "repetition_3": [repetition_n(s.text, 3) for s in samples],
     }
-    means = {name: sum(column) / len(column) for name, column in values.items()}
+    means = {name: mean(column) for name, column in values.items()}
     means["nll"] = -sum(s.ref_logprob for s in samples) / sum(len(s.tokens) for s in samples)
     return means
 
@@ -155,11 +166,6 @@ def print_metrics(label: str, subject: str, metrics: Mapping[str, float | None])
     print(f"[{label}] {subject}: {'  '.join(numbers)}", flush=True)
 
 
-def with_interval(name: str, interval: Interval) -> dict[str, float]:
-    """The three numbers as `name`, `name_low` and `name_high`."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
-
-
 def with_intervals(intervals: Mapping[str, Interval]) -> dict[str, float]:
     return {
         key: value
@@ -185,23 +191,66 @@ def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[Evalu
     The models are those of `metrics`. A model with fewer samples per prompt than SFT is in the
     first rows of a prompt only.
     """
+
+    def columns_of(row: PromptRow, index: int, number: int) -> EvaluationSample:
+        columns: dict[str, object] = {"id": row["id"], "sample": number, "prompt": row["prompt"]}
+        for name in results.metrics:
+            passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
+            if number < len(passes):
+                sample = passes[number][index]
+                columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
+            if number < len(judge_scores):
+                columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
+        return cast(EvaluationSample, columns)
+
     return [
-        evaluation_sample(row, index, number, results)
+        columns_of(row, index, number)
         for index, row in enumerate(rows)
         for number in range(len(results.samples["sft"]))
     ]
 
 
-def evaluation_sample(
-    row: PromptRow, index: int, number: int, results: ModelResults
-) -> EvaluationSample:
-    """The columns of the models by their names; index: of the prompt."""
-    columns: dict[str, object] = {"id": row["id"], "sample": number, "prompt": row["prompt"]}
-    for name in results.metrics:
-        passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
-        if number < len(passes):
-            sample = passes[number][index]
-            columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
-        if number < len(judge_scores):
-            columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
-    return cast(EvaluationSample, columns)
+SCALED = "equal_kl"  # name of the scaled model among the results
+WIN_RATE = "win_rate_champion_equal_kl"
+
+
+def compare_with_champion(results: ModelResults, champion: Champion) -> Metrics:
+    """Compare `ppo`, which is in the results, with the champion; adds `champion`, and if their KL
+    differs the scaled one of the two.
+
+    Returns:
+        The policy's win rates as they are and at equal KL, and which one was scaled by how much.
+    """
+    evaluator, params = results.evaluator, results.evaluator.params
+    samples, prompts = params.evaluate.samples_per_prompt, len(evaluator.prompts)
+    model = load_policy(champion.sft, champion.policy, params.model)
+    results.add_model("champion", model, samples)
+    del model  # freed before the next one is loaded
+    win_rate = results.win_rates("ppo", "champion")["win_rate"]
+    metrics = win_rate_with_prompts_needed("win_rate_champion", win_rate, prompts, results.label)
+
+    kls = {name: results.metrics[name]["kl_anchor"] for name in ("ppo", "champion")}
+    further = max(kls, key=kls.__getitem__)
+    files = {
+        "ppo": (evaluator.sft_path, evaluator.policy_path),
+        "champion": (champion.sft, champion.policy),
+    }
+    sft, path = files[further]
+    model = load_policy(sft, path, params.model)
+    trained = policy_weights(model)
+
+    @cache
+    def reference_model() -> Any:
+        return load_causal_lm(sft, params.model)
+
+    def measure_kl(scale: float) -> float:
+        interpolate(model, lambda: nullcontext(reference_model()), trained, scale)
+        results.add_model(SCALED, model, samples)
+        return results.metrics[SCALED]["kl_anchor"]
+
+    *_, (scale, _) = search_scale(measure_kl, (1.0, kls[further]), min(kls.values()))
+    if scale != 1:
+        pair = [SCALED if name == further else name for name in ("ppo", "champion")]
+        win_rate = results.win_rates(*pair)["win_rate"]
+    metrics |= win_rate_with_prompts_needed(WIN_RATE, win_rate, prompts, results.label)
+    return metrics | {"equal_kl_scaled": further, "equal_kl_scale": scale}

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.html import render_page
 from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.progress import tracked
-from stages.lib.core.rows import HasPrompt, PromptRow
+from stages.lib.core.rows import TEXTS, HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import PromptRefused, render_prompt, with_bos
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
-from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt
+from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt, source_texts
 
 SHOWN_COLUMNS = 50
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
@@ -57,11 +58,7 @@ class Audit:
         return {cause: len(rows) for cause, rows in self.dropped.items()}
 
     def check_bad_share(self, max_share: float) -> None:
-        """Check that there are rows, and that few of them are bad.
-
-        Raises:
-            BadInput: more than `max_share` of the rows read are bad, or there are no rows.
-        """
+        """Check that there are rows, and that few of them are bad."""
         total, bad = sum(self.rows_read.values()), self.count(BAD)
         if not total:
             raise BadInput(
@@ -83,22 +80,25 @@ class Audit:
         """Drop pairs that another pair contradicts: one of the two must be wrong, and nothing shows
         which, so both go.
         """
-        opposite = contradictions(rows)
-        for index, other in opposite.items():
-            row, other_location = rows[index], rows[other]["where"]
-            self.record_drop(CONTRADICTION, row["where"], full_text(row), of=other_location)
-        return [row for index, row in enumerate(rows) if index not in opposite]
+        return self._drop(rows, {CONTRADICTION: contradictions(rows)})
 
     def drop_duplicates(
         self, rows: list[AnyLocated], texts: Sequence[tuple[str, str]], similarity: float
     ) -> list[AnyLocated]:
         """Drop exact and near duplicates of earlier rows. texts: (prompt, responses) per row."""
         exact, near = find_duplicates(texts, similarity)
-        for cause, duplicates in ((EXACT, exact), (NEAR, near)):
-            for index, kept in duplicates.items():
-                row, kept_location = rows[index], rows[kept]["where"]
-                self.record_drop(cause, row["where"], full_text(row), of=kept_location)
-        return [row for index, row in enumerate(rows) if index not in exact and index not in near]
+        return self._drop(rows, {EXACT: exact, NEAR: near})
+
+    def _drop(
+        self, rows: list[AnyLocated], others: Mapping[str, Mapping[int, int]]
+    ) -> list[AnyLocated]:
+        """Drop rows because of another one: by cause, {index of the row: index of the other}."""
+        for cause, other_of in others.items():
+            for index, other in other_of.items():
+                row = rows[index]
+                self.record_drop(cause, row["where"], full_text(row), of=rows[other]["where"])
+        dropped = {index for other_of in others.values() for index in other_of}
+        return [row for index, row in enumerate(rows) if index not in dropped]
 
     def drop_long_prompts(
         self,
@@ -185,3 +185,45 @@ def text_lengths(texts: Sequence[str], tokenizer: Any) -> Iterator[int]:
 def full_text(row: Mapping[str, object]) -> str:
     """The texts of a normalised row in one line; of a tweet, its text."""
     return row_excerpt(cast(HasPrompt, row)) if "prompt" in row else str(row["text"])
+
+
+EXAMPLES_PER_CAUSE = 5
+# Why rows of a cause were dropped, and what to do. Causes of the embedded data need no explanation.
+EXPLANATIONS = {
+    "bad row": "cannot be read as a demonstration or a pair; correct the row",
+    "tie": "the pair names no better text, so a reward model can learn nothing from it",
+    "another speaker": "a turn has a line that begins with a speaker's marker, e.g. `Human:`: two"
+    " turns in one, or a dialogue as an answer (prepare.speaker_markers)",
+    "contradiction": "another pair prefers the other one of the same two texts: one of the pairs"
+    " must be wrong, so both are dropped",
+    "exact duplicate": "equals an earlier row, ignoring case and white space",
+    "near duplicate": "prompt and responses share most word 3-grams with an earlier row"
+    " (prepare.near_duplicate)",
+    "leak": "13 consecutive words, or nearly the whole text, occur in an evaluation text; dropped"
+    " from the named training set",
+    "prompt is held out": "its prompt equals or continues an evaluation prompt",
+}
+
+
+def render_report(report: dict[str, Any], round_: str) -> str:
+    """The HTML page of a report, which is the content of data.json."""
+    filters = {
+        "texts": named_texts,
+        "percent": lambda share: f"{share:.1%}",
+        "number": lambda value: f"{value:,.6g}",
+    }
+    return render_page(
+        "stages.prepare",
+        "data.html.jinja",
+        filters,
+        report=report,
+        round=round_,
+        shown=EXAMPLES_PER_CAUSE,
+        explanations=EXPLANATIONS,
+    )
+
+
+def named_texts(row: HasPrompt) -> list[tuple[str, str]]:
+    """The row's texts as (name, text); a conversation becomes a transcript."""
+    names = [name for name in TEXTS if name in row]
+    return list(zip(names, source_texts(row), strict=True))

@@ -15,7 +15,6 @@ import numpy as np
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TEXTS, HasPrompt, PairTexts
 from stages.lib.metrics.preference_baselines import (
-    longest_wins_accuracy,
     more_wins_accuracy,
     prompt_text,
     subsample,
@@ -40,46 +39,39 @@ class Shortcut(NamedTuple):
     """A rule that picks the chosen text of a pair.
 
     reversed_rule: the name of the opposite rule, for an accuracy below 0.5.
-    measure: accuracy of the rule on pairs, 0 to 1.
+    measure: of a text; the one with the larger measure is picked.
     meaning: what a high accuracy means, and what to do.
     """
 
     rule: str
     reversed_rule: str
-    measure: Callable[[Sequence[PairTexts]], float]
+    measure: Callable[[str], float]
     meaning: str
-
-
-def more_matches_win(pattern: re.Pattern[str]) -> Callable[[Sequence[PairTexts]], float]:
-    """The accuracy of the rule: the text with more matches of `pattern` is the chosen one."""
-    return lambda pairs: more_wins_accuracy(
-        pairs, lambda text: sum(1 for _ in pattern.finditer(text))
-    )
 
 
 SHORTCUTS = (
     Shortcut(
         "longest wins",
         "shortest wins",
-        longest_wins_accuracy,
+        len,
         "lengths alone predict the label; balance them",
     ),
     Shortcut(
         "more ! wins",
         "fewer ! wins",
-        more_matches_win(re.compile("!")),
+        lambda text: text.count("!"),
         "exclamation marks alone predict the label; balance them",
     ),
     Shortcut(
         "more punctuation wins",
         "less punctuation wins",
-        more_matches_win(PUNCTUATION),
+        lambda text: len(PUNCTUATION.findall(text)),
         "punctuation alone predicts the label; balance it",
     ),
     Shortcut(
         "more emoji wins",
         "fewer emoji wins",
-        more_matches_win(EMOJI),
+        lambda text: sum(1 for _ in EMOJI.finditer(text)),
         "emoji alone predict the label; balance them",
     ),
 )
@@ -169,9 +161,9 @@ def shortcuts(
     rules: list[dict[str, Any]] = [
         {
             "rule": shortcut.rule,
-            "train": shortcut.measure(train),
-            "held_out": shortcut.measure(held_out),
-            **assess(shortcut, shortcut.measure(all_pairs), len(all_pairs)),
+            "train": more_wins_accuracy(train, shortcut.measure),
+            "held_out": more_wins_accuracy(held_out, shortcut.measure),
+            **assess(shortcut, more_wins_accuracy(all_pairs, shortcut.measure), len(all_pairs)),
         }
         for shortcut in SHORTCUTS
     ]

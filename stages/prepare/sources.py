@@ -3,18 +3,20 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from stages.lib.core import hub
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
-from stages.lib.core.progress import progress, tracked
+from stages.lib.core.progress import tracked
+from stages.lib.core.ram import ram_bytes
 from stages.lib.core.reading import parse_json, read_lines
-from stages.lib.core.rows import HasPrompt, PromptRow
+from stages.lib.core.rows import Columns, HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.splits import (
@@ -26,7 +28,6 @@ from stages.lib.data.splits import (
 )
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import ANOTHER_SPEAKER, BAD, SHARED_PROMPT, TIE, Audit
-from stages.prepare.columns import read_columns, share_columns
 from stages.prepare.formats import (
     AnotherSpeaker,
     Defect,
@@ -39,9 +40,179 @@ from stages.prepare.formats import (
     normalise,
     source_texts,
 )
-from stages.prepare.memory import check_memory
-from stages.prepare.overlap import check_no_prompt_overlap, overlapping
-from stages.prepare.parquet import parquet_rows
+
+
+@contextmanager
+def parquet_errors(path: Path) -> Iterator[None]:
+    """Within this context, an error of pyarrow about the file is a BadInput."""
+    try:
+        yield
+    except RondoError:
+        raise
+    # pyarrow raises its own errors, OSError, MemoryError and, of texts, UnicodeDecodeError
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(
+            f"{path}: no Parquet file that can be read ({type(error).__name__}: {reason}); "
+            "write it again, or convert it to JSON Lines"
+        ) from None
+
+
+def open_parquet(path: Path) -> Any:
+    """pyarrow's ParquetFile.
+
+    Raises:
+        BadInput: it is damaged, or two of its columns have one name.
+    """
+    import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
+
+    with parquet_errors(path):
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInput(f"{path}: two columns have the name {twice[0]!r:.60}; rename one of them")
+    return file
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows, by the names of the columns.
+
+    Raises:
+        BadInput: the file is damaged.
+    """
+    file = open_parquet(path)
+    with parquet_errors(path):
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+# docs/performance.md: memory at the peak per byte of text in JSON Lines, and what imports, tables
+# of hashes and the TF-IDF baseline take for any large number of rows
+PEAK_PER_BYTE, FIXED_BYTES = 5.5, 1.2 * 2**30
+SAMPLE_BYTES = 1 << 20  # of a file, to estimate the length of its lines
+
+
+class Size(NamedTuple):
+    """bytes: of the text that is read. rows: their number, an estimate for JSON Lines."""
+
+    bytes: float
+    rows: float
+
+
+def check_memory(sources: Sequence[SourceParams], config: PrepareParams) -> None:
+    """Check that the machine has the memory for the rows of local files, if all of it were free."""
+    sizes = [
+        size_to_read(Path(source.path), config.max_rows)
+        for source in sources
+        if Path(source.path).is_file()
+    ]
+    text, rows = (sum(column) for column in zip(Size(0, 0), *sizes, strict=True))
+    available = ram_bytes()
+    needed = FIXED_BYTES + PEAK_PER_BYTE * text
+    if needed > available:
+        fitting = int(rows * max(available - FIXED_BYTES, 0) / (needed - FIXED_BYTES) / len(sizes))
+        raise BadInput(
+            f"prepare.sources: about {rows:,.0f} rows with {text / 2**30:.1f} GiB of text need "
+            f"about {needed / 2**30:.1f} GiB of memory, and this machine has "
+            f"{available / 2**30:.1f} GiB: set prepare.max_rows to at most {fitting:,} rows per "
+            "source, or run prepare on a machine with more memory"
+        )
+
+
+def size_to_read(path: Path, max_rows: int | None) -> Size:
+    """The size of the rows of a file that prepare reads: at most `max_rows`."""
+    if path.suffix == ".parquet":
+        metadata = open_parquet(path).metadata
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        size = Size(sum(group.total_byte_size for group in groups), metadata.num_rows)
+    else:
+        with path.open("rb") as stream:
+            sample = stream.read(SAMPLE_BYTES)
+        lines = max(sample.count(b"\n"), 1)
+        size = Size(path.stat().st_size, path.stat().st_size * lines / max(len(sample), 1))
+    share = 1.0 if max_rows is None else min(max_rows / max(size.rows, 1), 1.0)
+    return Size(size.bytes * share, size.rows * share)
+
+
+def read_columns(raw: Mapping[str, Any], names: Sequence[str]) -> dict[str, Columns]:
+    """{columns: the named values of a raw row}, None for a missing one; {} if no name is given.
+
+    Raises:
+        Defect: a value cannot be written as JSON, e.g. NaN, a date or bytes of a Parquet file.
+
+    Example:
+        >>> read_columns({"prompt": "2 + 2 =", "answer": "4"}, ["answer"])
+        {'columns': {'answer': '4'}}
+    """
+    columns = {name: raw.get(name) for name in names}
+    for name, value in columns.items():
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError):
+            raise Defect(f"`{name}` is {value!r:.40}; expected a value that JSON has") from None
+    return {"columns": columns} if columns else {}
+
+
+def share_columns(rows: list[SourceRow], names: Sequence[str]) -> None:
+    """Give all rows with one prompt the same columns, because only one of them becomes the prompt
+    that a policy is trained on: the first value of each column that is not None.
+
+    Raises:
+        BadInput: no row has one of the columns.
+    """
+    by_prompt: dict[str, Columns] = {}
+    for row in rows:
+        if "columns" in row:
+            shared = by_prompt.setdefault(prompt_key(row["prompt"]), row["columns"])
+            for name, value in row["columns"].items():
+                if shared[name] is None:
+                    shared[name] = value
+            row["columns"] = shared
+    for name in names:
+        if by_prompt and all(columns[name] is None for columns in by_prompt.values()):
+            raise BadInput(
+                f"prepare.columns: no row of prepare.sources has `{name}`; correct the name"
+            )
+
+
+SHOWN = 5  # pairs of rows in an error message
+
+
+def overlapping(
+    eval_rows: Collection[SourceRow], train_rows: Collection[SourceRow]
+) -> list[tuple[SourceRow, SourceRow]]:
+    """Find training rows whose prompt equals a held-out prompt or begins with one.
+
+    Returns:
+        Pairs (held-out row, training row).
+    """
+    train = PromptIndex(row["prompt"] for row in train_rows)
+    leaked = {prompt_key(row["prompt"]): row for row in eval_rows if train.has_start(row["prompt"])}
+    if not leaked:
+        return []
+    keyed = [(prompt_key(row["prompt"]), row) for row in train_rows]
+    return [
+        (row, other)
+        for start, row in leaked.items()
+        for key, other in keyed
+        if key == start or key.startswith(start + " ")
+    ]
+
+
+def check_no_prompt_overlap(
+    eval_rows: Collection[SourceRow], train_rows: Collection[SourceRow]
+) -> None:
+    """Check that no training prompt equals a held-out prompt or begins with one."""
+    if pairs := overlapping(eval_rows, train_rows):
+        first = "\n".join(
+            f"  held-out {held_out['where']} and training {train['where']}"
+            for held_out, train in pairs[:SHOWN]
+        )
+        raise BadInput(
+            f"{len(pairs)} training rows have the prompt of a held-out row or begin with it; "
+            f"the first:\n{first}\nremove them from one of the sources"
+        )
+
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -184,7 +355,9 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
             " data set (name/name@commit)"
         )
     else:
-        rows = enumerate(read_hub(source), 1)
+        refused = f"no such file, and the hub does not give split {source.split}"
+        splits = hub.load_data_set(source.path, "prepare.sources", refused, split=source.split)
+        rows = enumerate(splits, 1)
     return ((f"{source.path}:{line}", row) for line, row in itertools.islice(rows, max_rows))
 
 
@@ -201,19 +374,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, parse_json(line, surrogates=True)
         except ValueError as error:
             yield number, Defect(f"not JSON: {error}")
-
-
-def read_hub(source: SourceParams) -> Any:
-    """The rows of a hub data set's split."""
-    import datasets
-
-    repository, revision = source.path, None
-    if not Path(source.path).exists():
-        repository, revision = hub.name_and_revision(source.path, "prepare.sources")
-    refused = f"no such file, and the hub does not give split {source.split}"
-    downloading = progress(f"downloading {source.path}")
-    with downloading, hub.hub_errors(f"prepare.sources: {source.path}", refused):
-        return datasets.load_dataset(repository, split=source.split, revision=revision)
 
 
 def separate(rows: list[SourceRow], own_files: bool, audit: Audit) -> list[SourceRow]:

@@ -64,27 +64,22 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> Data
     audit.check_bad_share(config.max_bad_share)
     full_texts = [("", " ".join(text["words"])) for text in texts]
     texts = audit.drop_duplicates(texts, full_texts, config.near_duplicate)
-    prompts = (
-        demonstration(text, config.prompt_words, config.prompt_format)["prompt"] for text in texts
-    )
+
+    def shaped(text: RatedText) -> Demonstration:
+        return demonstration(text, config.prompt_words, config.prompt_format)
+
+    def first_words(text: RatedText) -> str:
+        return opening(text["words"], config.prompt_words)
+
+    prompts = (shaped(text)["prompt"] for text in texts)
     texts = audit.drop_long_prompts(texts, prompts, tokenizer, config)
     audit.rows_kept = len(texts)
-    held_out = hold_out(
-        (opening(text["words"], config.prompt_words) for text in texts),
-        config.eval_share,
-        params.seed,
-    )
+    held_out = hold_out(map(first_words, texts), config.eval_share, params.seed)
     sets: DataSets = {}
     for part in ("train", "eval"):
-        part_texts = [
-            text
-            for text in texts
-            if (opening(text["words"], config.prompt_words) in held_out) == (part == "eval")
-        ]
+        part_texts = [text for text in texts if (first_words(text) in held_out) == (part == "eval")]
         positive = [text for text in part_texts if text["rating"] >= config.demonstration_rating]
-        sets[f"sft_{part}"] = [
-            demonstration(text, config.prompt_words, config.prompt_format) for text in positive
-        ]
+        sets[f"sft_{part}"] = list(map(shaped, positive))
         sets[f"pairs_{part}"] = preference_pairs(
             part_texts, config.min_rating_gap, MAX_PAIRS_PER_TEXT[part], config.prompt_format
         )
@@ -106,15 +101,15 @@ def read(path: Path, max_rows: int | None, audit: Audit) -> list[RatedText]:
     lines = text.removesuffix("\n").split("\n")[:max_rows]
     audit.rows_read[path.name] = len(lines)
     for number, line in enumerate(lines, 1):
-        fields = line.split("\t", 2)
-        location = f"{path.name}:{number}"
+        fields, location, reason = line.split("\t", 2), f"{path.name}:{number}", ""
         if len(fields) != 3 or not re.fullmatch(r"-?\d+(\.\d+)?", fields[1]):
             reason = "expected id, rating and text, separated by tabs"
-            audit.record_drop(BAD, location, line, reason=reason)
         elif abs(float(fields[1])) > 4:
-            audit.record_drop(BAD, location, line, reason="the rating is not within -4..4")
+            reason = "the rating is not within -4..4"
         elif not fields[2].strip():
-            audit.record_drop(BAD, location, line, reason="the text is empty")
+            reason = "the text is empty"
+        if reason:
+            audit.record_drop(BAD, location, line, reason=reason)
         else:
             row_id, rating, text = fields
             rows.append({"id": row_id, "rating": float(rating), "text": text, "where": location})

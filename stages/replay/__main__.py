@@ -27,7 +27,6 @@ from stages.lib.lm import world
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.scoring import RewardScorer
 from stages.replay.badcases import Badcase, Cause, Report, read_ledger
-from stages.replay.better_answers import better_answers
 from stages.replay.exploits import Exploit, ending_candidates, exploit_pairs, find_exploits
 from stages.replay.inputs import ReplayInputs, last_third, read_inputs
 from stages.replay.mining import (
@@ -37,21 +36,25 @@ from stages.replay.mining import (
     find_badcases,
     reported_badcases,
 )
-from stages.replay.policy_pairs import POLICY_PAIR, finished_responses, policy_pairs
-from stages.replay.policy_samples import (
+from stages.replay.retest import exploit_metrics, repair_metrics, resample_and_retest
+from stages.replay.sampler import (
+    Sampler,
     compared_samples,
     judged_by_lexicon,
     rollout_samples,
+    sample_candidates,
     score_without_exploits,
 )
-from stages.replay.progress import exploit_metrics, repair_metrics, resample_and_retest
-from stages.replay.sampler import Sampler, sample_candidates
 from stages.replay.training_rows import (
+    POLICY_PAIR,
     REVISED_SOURCE,
     add_earlier,
+    better_answers,
     demonstrations_of,
+    finished_responses,
     limit_rows,
     make_training_rows,
+    policy_pairs,
 )
 
 FRESH_PROMPTS = 96
@@ -81,7 +84,7 @@ def main(params: Params, round_: str) -> None:
     shares = ending_candidates(policy_texts, sft_texts, config.exploit_share, config.exploit_lift)
     recorder.log_progress(2, f"{len(shares)} candidate endings, tried on the reward model")
     exploits = find_exploits(shares, shuffled(human_pairs, seed), scorer)
-    suffixes = [exploit.suffix for exploit in exploits]
+    suffixes = [exploit["suffix"] for exploit in exploits]
 
     # 4. badcases: those that people reported, and by cause those that no earlier round has
     earlier = read_ledger(previous.name) if not is_placeholder(previous / "replay/data") else []
@@ -219,7 +222,10 @@ def write_data(
     files: Mapping[str, Sequence[Mapping[str, Any]]] = {
         **training_rows,
         "badcases": [case.model_dump(mode="json") for case in ledger],
-        "exploits": [exploit.as_row() for exploit in exploits],
+        "exploits": [
+            {name: round(x, 4) if isinstance(x, float) else x for name, x in exploit.items()}
+            for exploit in exploits
+        ],
     }
     for name, rows in files.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)

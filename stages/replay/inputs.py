@@ -19,16 +19,37 @@ from stages.lib.core.rows import (
 )
 from stages.lib.data.prompts import pairs_with_room_for_ending
 from stages.lib.data.rollouts import read_rollouts
+from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import (
     HELD_OUT,
+    TRAIN,
     DataSets,
+    check_not_in_eval_set,
     check_prompts_not_in_eval_set,
     dedupe_prompts,
     prompt_key,
     shuffled,
 )
-from stages.replay.badcases import Report
-from stages.replay.user_reports import read_user_reports
+from stages.replay.badcases import MiningPrompt, Report, read_user_rows
+
+
+def read_user_reports(
+    round_: str, evaluation: Sequence[PromptRow]
+) -> tuple[list[Report], list[PromptRow]]:
+    """Reports, and prompts to sample.
+
+    Raises:
+        BadInput: a row is neither, or its prompt is in the evaluation set or in slices/, which may
+            not be trained on.
+    """
+    rows = read_user_rows(round_)
+    prompts = [(f"{location}: its prompt", row.prompt) for location, row in rows]
+    check_not_in_eval_set(prompts, evaluation, "remove the row")
+    check_not_in_slices(prompts)
+    reports = [row for _, row in rows if isinstance(row, Report)]
+    mining = [row for _, row in rows if isinstance(row, MiningPrompt)]
+    return reports, [{"id": row.id, "prompt": row.prompt} for row in mining]
+
 
 MAX_HELD_OUT_PAIRS = 512
 
@@ -71,9 +92,6 @@ class ReplayInputs:
 def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     """Read all rows.
 
-    Args:
-        per_prompt: see `needed_rollouts`.
-
     Raises:
         BadInput: a file is missing, or a prompt is an evaluation prompt: rows made from it would be
             trained on.
@@ -83,14 +101,11 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     def read(kind: type[AnyRow], name: str) -> list[AnyRow]:
         return read_rows(kind, data / f"{name}.jsonl")
 
-    train_pairs, demonstrations = (
-        read(PreferencePair, "pairs_train"),
-        read(Demonstration, "sft_train"),
-    )
-    train_prompts = read(TrainingPrompt, "prompts_train")
+    train_pairs = read(PreferencePair, TRAIN["pairs"])
+    train_prompts = read(TrainingPrompt, TRAIN["prompts"])
     train: Mapping[str, Sequence[TrainingPrompt]] = {
         "pairs": train_pairs,
-        "sft": demonstrations,
+        "sft": read(Demonstration, TRAIN["sft"]),
         "prompts": train_prompts,
     }
     prompts = dedupe_prompts(train_prompts)
@@ -103,8 +118,7 @@ def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
         HELD_OUT["sft"]: read(Demonstration, HELD_OUT["sft"]),
         HELD_OUT["pairs"]: held_out_pairs,
     }
-    revised_path = stage_dir(round_, "annotate") / REVISED
-    revised = read_rows(RevisedResponse, revised_path)
+    revised = read_rows(RevisedResponse, stage_dir(round_, "annotate") / REVISED)
     check_prompts_not_in_eval_set(
         [*prompts, *rollout_prompts, *revised], evaluation["eval_prompts"]
     )

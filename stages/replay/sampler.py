@@ -1,14 +1,19 @@
-"""Responses of the policy and of SFT to training prompts, with the reward model's scores."""
+"""Responses of policy and SFT to training prompts, scored by reward model and jury."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.types import Prompt
-from stages.lib.judging.fluency import Fluency
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.rows import PromptRow, RolloutRow
+from stages.lib.core.types import Prompt, ScoreFunction
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
+from stages.lib.judging.pairwise import Comparison
+from stages.lib.judging.pointwise import Fluency
 from stages.lib.lm.loading import (
     adapter_disabled,
     is_adapter,
@@ -18,6 +23,8 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.responses import Response, ScoredResponse, responder
 from stages.lib.lm.scoring import RewardScorer
+from stages.replay.exploits import strip_exploits
+from stages.replay.mining import PolicySample
 
 
 @dataclass(frozen=True)
@@ -79,3 +86,94 @@ def sample_candidates(
         if response.ended:
             candidates.setdefault(str(prompt), []).append(Candidate(response.text, value))
     return candidates
+
+
+def judged_by_lexicon(
+    jury: Jury, prompts: Sequence[Prompt], responses: Sequence[str]
+) -> list[LexiconScores | None]:
+    """The lexicon's scores of each response; None if it is no judge."""
+    if JudgeName.lexicon.value not in jury.judges:
+        return [None] * len(responses)
+    return [*lexicon_scores(prompts, responses)]
+
+
+def rollout_samples(rows: list[RolloutRow], jury: Jury) -> list[PolicySample]:
+    prompts, responses = [row["prompt"] for row in rows], [row["response"] for row in rows]
+    lexicon_rows = judged_by_lexicon(jury, prompts, responses)
+    return [
+        PolicySample(
+            prompt_id=row["id"],
+            prompt=row["prompt"],
+            response=row["response"],
+            score=row["score"],
+            kl=row["kl"],
+            ended=row["finish_reason"] == "stop",
+            lexicon=lexicon,
+            origin=row["update"],
+        )
+        for row, lexicon in zip(rows, lexicon_rows, strict=True)
+    ]
+
+
+def compared_samples(
+    rows: Sequence[PromptRow],
+    responses: list[ScoredResponse],
+    rivals: Sequence[str | None],
+    origin: str,
+    jury: Jury,
+) -> list[PolicySample]:
+    """The policy's responses with the jury's votes against their rivals.
+
+    Args:
+        rows: B prompts.
+        responses: B responses of the policy.
+        rivals: B texts to compare with; None: no comparison, and no votes.
+        origin: of the samples.
+    """
+    prompts, texts = [row["prompt"] for row in rows], [response.text for response in responses]
+    compared = [
+        Comparison(prompt, text, rival)
+        for prompt, text, rival in zip(prompts, texts, rivals, strict=True)
+        if rival is not None
+    ]
+    by_judge = jury.compare(compared)
+    outcomes = zip(*by_judge.values(), strict=True)
+    votes = (dict(zip(by_judge, row, strict=True)) for row in outcomes)
+    return [
+        PolicySample(
+            prompt_id=row["id"],
+            prompt=row["prompt"],
+            response=response.text,
+            score=response.score,
+            kl=response.kl,
+            ended=response.ended,
+            lexicon=lexicon,
+            origin=origin,
+            rival=rival,
+            votes={} if rival is None else next(votes),
+        )
+        for row, response, lexicon, rival in zip(
+            rows, responses, judged_by_lexicon(jury, prompts, texts), rivals, strict=True
+        )
+    ]
+
+
+def score_without_exploits(
+    samples: list[PolicySample], exploits: Sequence[list[str]], score: ScoreFunction
+) -> list[PolicySample]:
+    """Add to each sample the exploits that it contains, and its score without them.
+
+    exploits: for each sample the exploits to look for.
+    """
+    contained = [
+        tuple(exploit for exploit in suffixes if exploit in sample.response)
+        for sample, suffixes in zip(samples, exploits, strict=True)
+    ]
+    indices = [index for index, suffixes in enumerate(contained) if suffixes]
+    prompts = [samples[index].prompt for index in indices]
+    texts = [strip_exploits(contained[index], samples[index].response) for index in indices]
+    scores = dict(zip(indices, score(prompts, texts), strict=True))
+    return [
+        replace(sample, exploits=contained[index], stripped_score=scores.get(index))
+        for index, sample in enumerate(samples)
+    ]

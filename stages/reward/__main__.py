@@ -10,10 +10,9 @@ Outputs in rounds/<round>/reward: model (merged, calibrated), judge (or a placeh
 Run: `python -m stages.reward --round r0`.
 """
 
-import csv
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl, write_text
+from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Metrics, TokenIds
+from stages.lib.core.types import TokenIds
 from stages.lib.data.lengths import (
     TokenizedRows,
     check_lengths,
@@ -48,8 +47,8 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.lm.scoring import reward_scores
-from stages.lib.metrics.preference_baselines import longest_wins_accuracy, tfidf_accuracy
-from stages.lib.metrics.stats import calibration, wilson_interval
+from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
+from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import hard_negatives
@@ -133,42 +132,33 @@ def main(params: Params, round_: str) -> None:
     recorder = MetricLogger("reward", round_, writes=world.is_main())
     tokenizer = load_tokenizer(ASSETS / "model")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    demonstrations = calibration_demonstrations(round_, params.seed)
-    trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
+    trainer = RewardModelTrainer(
+        params, tokenizer, calibration_demonstrations(round_, params.seed), recorder
+    )
     labelled = trainer.read("annotate", "pairs_train")
     held_out = trainer.read("prepare", "pairs_eval")
     chosen, rejected = map(held_out.texts, SIDES)
 
     # 2. split off the pairs of the judge, if there is one: no prompt trains both models
-    train_rows, judge_rows = split_judge_pairs(
-        labelled.rows, params.reward.judge_share, params.seed
-    )
+    share = params.reward.judge_share
+    train_rows, judge_rows = split_judge_pairs(labelled.rows, share, params.seed)
 
     # 3. train the judge and the members of the ensemble (usually one), from the SFT model or from
-    # the previous round's models
+    # the previous round's models; save them merged
     previous = Path(params.rounds[round_].previous) / "reward"
     world.in_main(lambda: shutil.rmtree(folder / "judge", ignore_errors=True))
     if judge_rows:
-        judge = trainer.train(
-            judge_rows + make_hard_negatives(judge_rows, params),
-            *initial_checkpoint(params.reward, previous / "judge", sft / "model"),
-            params.seed + JUDGE_SEED,
-            "the judge",
-        )
-        world.in_main(lambda: save_model(judge, tokenizer, folder / "judge"))
+        train_judge(trainer, judge_rows, previous / "judge", sft / "model", folder / "judge")
     elif world.is_main():
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
     negatives = make_hard_negatives(train_rows, params)
     start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
     seeds = range(params.seed, params.seed + params.reward.ensemble)
     members = [trainer.train(train_rows + negatives, start, continues, seed) for seed in seeds]
-
-    # 4. save, merged
     model = join_ensemble(members, params.reward.ensemble_reduce, trainer.demonstration_ids())
     world.in_main(lambda: save_ensemble(model, tokenizer, folder / "model"))
 
-    # 5. check that a fresh process gets the same scores from the saved model; for the same batch,
-    # since bfloat16 rounds differently in batches of another shape
+    # 4. check that a fresh process gets the same scores from the saved model, for the same batch
     reload_ids = chosen[:RELOAD_ROWS]
     expected, work = reward_scores(model, reload_ids), work_dir(round_, "reward")
     difference = world.in_main(
@@ -176,9 +166,10 @@ def main(params: Params, round_: str) -> None:
     )
     check_reloaded(folder / "model", difference)
 
-    # 6. measure on held-out pairs, beside the baselines that a reward model must beat
-    chosen_scores, rejected_scores = reward_scores(model, chosen), reward_scores(model, rejected)
-    accuracy_metrics, calibration_bins = held_out_metrics(chosen_scores - rejected_scores)
+    # 5. measure on held-out pairs, beside the baselines that a reward model must beat
+    scores = reward_scores(model, chosen), reward_scores(model, rejected)
+    accuracy_metrics, calibration_bins = held_out_metrics(scores[0] - scores[1])
+    calibrated_by = {"mean": model.config.mean, "std": model.config.std}
     metrics = {
         **accuracy_metrics,
         "train_pairs": len(train_rows),
@@ -186,24 +177,32 @@ def main(params: Params, round_: str) -> None:
         "judge_pairs": len(judge_rows),
         "overlong": labelled.overlong,
         "overlong_held_out": held_out.overlong,
-        "baseline_longest": longest_wins_accuracy(held_out.rows),
-        "baseline_tfidf": tfidf_accuracy(train_rows, held_out.rows, params.seed),
-        "score_mean": model.config.mean,
-        "score_std": model.config.std,
+        "baseline_longest": more_wins_accuracy(held_out.rows, len),
+        "baseline_tfidf": word_model(train_rows, held_out.rows, params.seed).accuracy,
+        **{f"score_{name}": value for name, value in calibrated_by.items()},
         "reload_max_difference": difference,
         "loss": recorder.steps[-1]["loss"],
     }
 
-    # 7. write scores, calibration, manifest and metrics
+    # 6. write scores, calibration, manifest and metrics
     if not world.is_main():
         return
-    scores = score_rows(held_out.rows, model, chosen_scores, rejected_scores)
-    facts = {
-        "template_hash": template_hash(tokenizer, params.prepare.prompt_format),
-        "started_from": str(start),
-        "calibration": {"mean": model.config.mean, "std": model.config.std},
-    }
-    write_outputs(scores, calibration_bins, facts, metrics, params.seed, recorder)
+    write_jsonl(folder / "scores.jsonl", score_rows(held_out.rows, model, *scores))
+    write_csv(folder / "calibration.csv", ("predicted", "observed", "count"), calibration_bins)
+    prepared, annotated = (stage_dir(round_, name) / "data" for name in ("prepare", "annotate"))
+    write_manifest(
+        "reward",
+        round_,
+        seed=params.seed,
+        inputs=[annotated / "pairs_train.jsonl", prepared / "pairs_eval.jsonl"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        started_from=str(start),
+        calibration=calibrated_by,
+    )
+    recorder.finish(metrics)
+    accuracy, low, high = (metrics[name] for name in interval_names("accuracy"))
+    interval = f"{accuracy:.3f} [{low:.3f}, {high:.3f}] over {metrics['pairs']} pairs"
+    print(f"[reward@{round_}] held-out accuracy {interval}", flush=True)
 
 
 def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
@@ -214,50 +213,31 @@ def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
     return calibration_sample(read_rows(Demonstration, path), seed)
 
 
-def write_outputs(
-    scores: Iterable[RewardScores],
-    calibration_bins: Iterable[Sequence[float]],
-    facts: Metrics,
-    metrics: Mapping[str, float],
-    seed: int,
-    recorder: MetricLogger,
+def train_judge(
+    trainer: RewardModelTrainer,
+    rows: list[PreferencePair],
+    previous: Path,
+    sft: Path,
+    folder: Path,
 ) -> None:
-    """Write the scores, the calibration bins, the manifest with its `facts`, and the metrics."""
-    folder, round_ = recorder.folder, recorder.round
-    write_jsonl(folder / "scores.jsonl", scores)
-    with (folder / "calibration.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["predicted", "observed", "count"])
-        table.writerows(calibration_bins)
-    inputs = [
-        stage_dir(round_, "annotate") / "data/pairs_train.jsonl",
-        stage_dir(round_, "prepare") / "data/pairs_eval.jsonl",
-    ]
-    write_manifest("reward", round_, seed=seed, inputs=inputs, **facts)
-    recorder.finish(metrics)
-    print(
-        f"[reward@{round_}] held-out accuracy {metrics['accuracy']:.3f}"
-        f" [{metrics['accuracy_low']:.3f}, {metrics['accuracy_high']:.3f}]"
-        f" over {metrics['pairs']} pairs",
-        flush=True,
+    """Train the second reward model on its pairs, and save it in `folder`."""
+    params = trainer.params
+    judge = trainer.train(
+        rows + make_hard_negatives(rows, params),
+        *initial_checkpoint(params.reward, previous, sft),
+        params.seed + JUDGE_SEED,
+        "the judge",
     )
+    world.in_main(lambda: save_model(judge, trainer.tokenizer, folder))
 
 
 def score_rows(
     pairs: list[PreferencePair], model: Any, chosen: Tensor, rejected: Tensor
 ) -> Iterator[RewardScores]:
     """One row per pair with its calibrated scores. chosen, rejected: (B,) raw scores."""
-    for row, chosen_score, rejected_score in zip(
-        pairs,
-        calibrate_scores(chosen, model).tolist(),
-        calibrate_scores(rejected, model).tolist(),
-        strict=True,
-    ):
-        yield {
-            "id": row["id"],
-            "chosen": round(chosen_score, 4),
-            "rejected": round(rejected_score, 4),
-        }
+    columns = (calibrate_scores(scores, model).tolist() for scores in (chosen, rejected))
+    for row, better, worse in zip(pairs, *columns, strict=True):
+        yield {"id": row["id"], "chosen": round(better, 4), "rejected": round(worse, 4)}
 
 
 def split_judge_pairs(

@@ -1,7 +1,9 @@
 """Calibrate, save and reload reward models; a reloaded model must give the same scores."""
 
+import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
+from stages.lib.core.params import load_params
 from stages.lib.core.params.shared import Reduce
 from stages.lib.core.types import TokenIds
+from stages.lib.lm.loading import load_reward_model, setup_torch
 from stages.lib.lm.reward_ensemble import (
     MEMBERS,
     attach_ensemble,
@@ -97,6 +101,19 @@ def reload_difference(
     """
     write_json(work / "reload.json", sequences)
     scores = run_in_fresh_process(
-        "stages.reward.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded"
+        "stages.reward.saving", model, work / "reload.json", failing=f"{model} cannot be reloaded"
     )
     return float((torch.tensor(scores) - expected).abs().max())
+
+
+def main(model: Path, sequences: Path) -> None:
+    """Print the scores of the sequences in a JSON file, with the model settings of params.yaml."""
+    params = load_params()
+    setup_torch(params)
+    reward_model = load_reward_model(model, params.model)
+    scores = reward_scores(reward_model, json.loads(sequences.read_text()))
+    print(json.dumps(scores.tolist()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

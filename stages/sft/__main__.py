@@ -12,8 +12,8 @@ Run: `python -m stages.sft --round r0`.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,10 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.responses import responder
+from stages.lib.lm.responses import Response, responder
 from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
-from stages.lib.metrics.stats import paired_bootstrap
+from stages.lib.metrics.stats import interval_names, mean, paired_bootstrap, with_interval
+from stages.lib.metrics.text import repetition_n, tokens
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
 from stages.lib.training.trl_setup import (
@@ -57,21 +58,8 @@ from stages.lib.training.trl_setup import (
     initial_checkpoint,
     trainer_arguments,
 )
-from stages.sft.sample_stats import GeneratedTexts, compare_with_demonstrations
 
-NET_WIN_RATE = ("net_win_rate", "net_win_rate_low", "net_win_rate_high")
-
-
-@dataclass(frozen=True)
-class ModelResults:
-    """One model on held-out data.
-
-    nll: mean negative log-likelihood of held-out responses, nats per token.
-    responses: to the N evaluation prompts.
-    """
-
-    nll: float
-    responses: GeneratedTexts
+NET_WIN_RATE = "net_win_rate"
 
 
 class SftSample(PromptRow):
@@ -108,7 +96,7 @@ def main(params: Params, round_: str) -> None:
     # 2. the base model before training: the same one in every round, so that rounds are comparable
     base_model = load_causal_lm(ASSETS / "model", params.model)
     with progress("base model"):
-        base = measure(base_model, tokenizer, held_out, prompt_rows, params)
+        base_nll, base = measure(base_model, tokenizer, held_out, prompt_rows, params)
     del base_model  # its memory is for training
 
     # 3. train, from the base model or from the previous round's SFT model
@@ -122,14 +110,17 @@ def main(params: Params, round_: str) -> None:
     world.in_main(lambda: save_model(model, tokenizer, folder / "model"))
     saved_model = load_causal_lm(folder / "model", params.model)
     with progress("SFT model"):
-        sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
+        sft_nll, sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
     demonstrations = truncate_demonstrations(held_out, params.ppo.response_length)
     training_texts = (row["completion"] for row in train.rows)
-    outcomes = judge_responses(prompt_rows, base.responses, sft.responses, params, round_)
-    metrics = {
-        **compare_losses(base, sft),
+    outcomes = judge_responses(prompt_rows, base, sft, params, round_)
+    metrics: dict[str, float | None] = {
+        "loss_before": base_nll,
+        "loss_after": sft_nll,
+        "perplexity_before": math.exp(base_nll),
+        "perplexity_after": math.exp(sft_nll),
         **net_win_rate(outcomes, params),
-        **compare_with_demonstrations(sft.responses, demonstrations, training_texts),
+        **compare_with_demonstrations(sft, demonstrations, training_texts),
         "train_rows": len(train.rows),
         "train_tokens": sum(map(len, train.texts("completion"))),
         "overlong": train.overlong,
@@ -140,35 +131,19 @@ def main(params: Params, round_: str) -> None:
     # 5. write samples, manifest and metrics
     if not world.is_main():
         return
-    samples = side_by_side(prompt_rows, base.responses, sft.responses, outcomes)
-    template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
-    write_outputs(samples, metrics, start, template_sha256, params.seed, recorder)
-
-
-def write_outputs(
-    samples: list[SftSample],
-    metrics: Mapping[str, float | None],
-    start: Path,
-    template_sha256: str,
-    seed: int,
-    recorder: MetricLogger,
-) -> None:
-    """Write the samples, the manifest and the metrics; `start` is the model trained from."""
-    folder, round_ = recorder.folder, recorder.round
-    data = stage_dir(round_, "prepare") / "data"
-    write_jsonl(folder / "samples.jsonl", samples)
+    write_jsonl(folder / "samples.jsonl", side_by_side(prompt_rows, base, sft, outcomes))
     write_manifest(
         "sft",
         round_,
-        seed=seed,
+        seed=params.seed,
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
-        template_hash=template_sha256,
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         started_from=str(start),
         weights=saved_weights_hash(folder / "model"),
     )
     recorder.finish(metrics)
-    loss = f"{metrics['loss_before']:.3f} -> {metrics['loss_after']:.3f} nats per token"
-    gain, low, high = (metrics[name] for name in NET_WIN_RATE)
+    loss = f"{base_nll:.3f} -> {sft_nll:.3f} nats per token"
+    gain, low, high = (metrics[name] for name in interval_names(NET_WIN_RATE))
     judged = "not judged" if gain is None else f"net win rate {gain:+.3f} [{low:.3f}, {high:.3f}]"
     print(f"[sft@{round_}] held-out loss {loss}, {judged}", flush=True)
 
@@ -217,60 +192,42 @@ def measure(
     held_out: TokenizedRows[Demonstration],
     prompt_rows: list[PromptRow],
     params: Params,
-) -> ModelResults:
-    """The loss on held-out demonstrations, and responses to prompts."""
-    nll = mean_nll(model, demonstration_ids(held_out))
-    return ModelResults(nll, generate_responses(model, tokenizer, prompt_rows, params))
-
-
-def mean_nll(model: Any, pairs: TokenizedDemonstrations) -> float:
-    """Mean negative log-likelihood of the responses, nats per token."""
-    logprobs = token_logprobs(model, *pairs)
-    return -float(torch.cat(logprobs).mean())
+) -> tuple[float, list[Response]]:
+    """The mean negative log-likelihood of held-out demonstrations (nats per token), and responses
+    to prompts.
+    """
+    logprobs = token_logprobs(model, *demonstration_ids(held_out))
+    nll = -float(torch.cat(logprobs).mean())
+    return nll, generate_responses(model, tokenizer, prompt_rows, params)
 
 
 def generate_responses(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], params: Params
-) -> GeneratedTexts:
-    """One sampled response per row's prompt, with the same random numbers for every model."""
+) -> list[Response]:
+    """One response per row's prompt, with the same random numbers for every model."""
     respond = responder(params, tokenizer, max_prompt_length=params.sft.max_length)
-    responses = respond(model, [row["prompt"] for row in rows], params.seed)
-    return GeneratedTexts(
-        [response.text for response in responses],
-        [len(response.tokens) for response in responses],
-        [response.ended for response in responses],
-    )
+    return respond(model, [row["prompt"] for row in rows], params.seed)
 
 
 def truncate_demonstrations(
     rows: TokenizedRows[Demonstration], response_length: int
-) -> GeneratedTexts:
-    """Demonstrations, with lengths and ends as if cut after `response_length` tokens.
+) -> list[Response]:
+    """Demonstrations, with tokens and ends as if cut after `response_length` tokens.
 
     A model's responses are cut there too, so that their lengths and EOS rates are comparable.
     """
-    lengths = [len(completion) for completion in rows.responses["completion"]]
-    return GeneratedTexts(
-        [row["completion"] for row in rows.rows],
-        [min(length, response_length) for length in lengths],
-        [length <= response_length for length in lengths],
-    )
-
-
-def compare_losses(base: ModelResults, sft: ModelResults) -> dict[str, float]:
-    """Loss and perplexity on held-out demonstrations, before and after SFT."""
-    return {
-        "loss_before": base.nll,
-        "loss_after": sft.nll,
-        "perplexity_before": math.exp(base.nll),
-        "perplexity_after": math.exp(sft.nll),
-    }
+    return [
+        Response(prompt, ids[:response_length], row["completion"], len(ids) <= response_length)
+        for row, prompt, ids in zip(
+            rows.rows, rows.prompts, rows.responses["completion"], strict=True
+        )
+    ]
 
 
 def judge_responses(
     rows: list[PromptRow],
-    base: GeneratedTexts,
-    sft: GeneratedTexts,
+    base: list[Response],
+    sft: list[Response],
     params: Params,
     round_: str,
 ) -> list[float] | None:
@@ -281,25 +238,26 @@ def judge_responses(
     if params.evaluate.judges[0] == HELD_OUT_REWARD_MODEL:
         return None
     judge = load_primary_judge(params, round_)
-    return judge.outcomes([row["prompt"] for row in rows], sft.texts, base.texts)
+    sft_texts, base_texts = ([response.text for response in one] for one in (sft, base))
+    return judge.outcomes([row["prompt"] for row in rows], sft_texts, base_texts)
 
 
 def net_win_rate(outcomes: list[float] | None, params: Params) -> dict[str, float | None]:
     """SFT's share of wins less its share of losses, -1 to 1, with the 95% interval."""
     if outcomes is None:
-        return dict.fromkeys(NET_WIN_RATE)
+        return dict.fromkeys(interval_names(NET_WIN_RATE))
     # one row per prompt: the bootstrap resamples prompts, since samples of one prompt are alike
     samples = params.sft.samples_per_prompt
     net_wins = [2 * outcome - 1 for outcome in outcomes]
     per_prompt = [net_wins[start : start + samples] for start in range(0, len(net_wins), samples)]
     interval = paired_bootstrap(per_prompt, params.evaluate.bootstrap_resamples, params.seed)
-    return dict(zip(NET_WIN_RATE, interval, strict=True))
+    return {**with_interval(NET_WIN_RATE, interval)}
 
 
 def side_by_side(
     rows: list[PromptRow],
-    base: GeneratedTexts,
-    sft: GeneratedTexts,
+    base: list[Response],
+    sft: list[Response],
     outcomes: list[float] | None,
 ) -> list[SftSample]:
     """One row per sample: each model's response, and the outcome."""
@@ -307,12 +265,90 @@ def side_by_side(
         {
             "id": row["id"],
             "prompt": row["prompt"],
-            "base": base.texts[index],
-            "sft": sft.texts[index],
+            "base": base[index].text,
+            "sft": sft[index].text,
             "outcome": None if outcomes is None else outcomes[index],
         }
         for index, row in enumerate(rows)
     ]
+
+
+# A copied run of this many words is unlikely to be a coincidence.
+MEMORISED_WORDS = 8
+
+
+def compare_with_demonstrations(
+    responses: Sequence[Response],
+    demonstrations: Sequence[Response],
+    training_texts: Iterable[str],
+) -> dict[str, float]:
+    """Metrics of SFT's responses beside those of held-out demonstrations, the usual values.
+
+    Returns:
+        eos_rate: share of texts that end with EOS. length: mean tokens; length_ratio: over the mean
+        of the demonstrations. repetition_3: mean share of repeated 3-grams. memorised: share of
+        texts with `MEMORISED_WORDS` words in a row from one training text; memorised_words: the
+        longest such run in the responses. The suffix `_demonstrations` marks the usual value.
+    """
+    index = VerbatimIndex(training_texts)
+
+    def describe(texts: Sequence[Response]) -> dict[str, float]:
+        runs = [index.longest(text.text) for text in texts]
+        return {
+            "eos_rate": mean([text.ended for text in texts]),
+            "length": mean([len(text.tokens) for text in texts]),
+            "repetition_3": mean([repetition_n(text.text, 3) for text in texts]),
+            "memorised": mean([run >= MEMORISED_WORDS for run in runs]),
+            "memorised_words": max(runs),
+        }
+
+    metrics, usual = describe(responses), describe(demonstrations)
+    return {
+        **metrics,
+        "length_ratio": metrics["length"] / usual["length"],
+        **{
+            f"{name}_demonstrations": usual[name]
+            for name in ("eos_rate", "repetition_3", "memorised")
+        },
+    }
+
+
+class VerbatimIndex:
+    """An index of texts that finds the longest run of words copied from one of them (Carlini et al.
+    2023's extraction).
+    """
+
+    LEAST = 4  # words; shorter runs count as 0
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = [tokens(text) for text in texts]
+        # {LEAST words: [(text number, index of the first of these words)]}
+        self.positions: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+        for number, words in enumerate(self.texts):
+            for start in range(len(words) - self.LEAST + 1):
+                self.positions[tuple(words[start : start + self.LEAST])].append((number, start))
+
+    def longest(self, text: str) -> int:
+        """The number of words of the longest run that `text` shares with one indexed text."""
+        words = tokens(text)
+        return max(
+            (
+                common_prefix(words[start:], self.texts[number][position:])
+                for start in range(len(words) - self.LEAST + 1)
+                for number, position in self.positions.get(
+                    tuple(words[start : start + self.LEAST]), ()
+                )
+            ),
+            default=0,
+        )
+
+
+def common_prefix(a: Sequence[str], b: Sequence[str]) -> int:
+    """The number of words that two texts share at their beginnings."""
+    for length, (word, other) in enumerate(zip(a, b, strict=False)):
+        if word != other:
+            return length
+    return min(len(a), len(b))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from stages.assets.tiny_corpus import ENDS, MANNERS, OPENINGS, PLACES
+from stages.assets.datasets import ENDS, MANNERS, OPENINGS, PLACES
 
 LEVELS = (
     ("wonderful", "great", "lovely", "happy"),

@@ -21,9 +21,8 @@ from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.user_functions import check_scores
-from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.endpoint import EndpointJudge, parse_verdict
 from stages.lib.judging.pairwise import Comparison, Verdict
-from stages.lib.judging.rubric import parse_verdict
 from stages.ppo.common import reward_server
 from stages.ppo.common.reward_results import FailedReward, RewardInputs, read_results
 from stages.ppo.common.reward_server import RewardServer, check_served_model

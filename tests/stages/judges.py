@@ -1,6 +1,9 @@
-"""A judge for tests."""
+"""Judges for tests."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stages.lib.core.types import Prompt
 from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verdict
@@ -23,3 +26,15 @@ class LongerWins(LocalJudge):
             Verdict(Preference.a if gap > 0 else Preference.b if gap else Preference.tie)
             for gap in gaps
         ]
+
+
+def compared_texts(request: Mapping[str, Any]) -> tuple[str, str]:
+    """The responses A and B of a request to a language model."""
+    question = request["messages"][1]["content"]
+    a, b = re.findall(r"<response_\w>\n(.*?)\n</response_\w>", question, re.S)
+    return a, b
+
+
+def prefers(a: float, b: float) -> str:
+    """A language model's answer, which prefers the larger one of two numbers."""
+    return json.dumps({"reason": "so", "preference": "A" if a > b else "B" if b > a else "tie"})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import sample_sft
 from stages.battery.best_of_n import sample_and_score
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.params import Params
@@ -48,12 +48,12 @@ def expected_scores(params: Params, prompts: list[Any]) -> Any:
 
 def test_sft_and_annotate(params: Params) -> None:
     model, tokenizer = load_causal_lm(SFT, params.model), load_tokenizer(SFT)
-    texts = generate_responses(model, tokenizer, ROWS, params)
-    assert (texts.lengths, texts.ended) == ([1, 1], [True, True])
+    responses = generate_responses(model, tokenizer, ROWS, params)
+    assert [(len(one.tokens), one.ended) for one in responses] == [(1, True)] * 2
     single = {
         tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))
     }
-    sampled = sample_sft(PROMPTS, 2, params, "r0").by_prompt
+    sampled = sample_sft(PROMPTS, 2, params, "r0")[0]
     assert [len(texts) for texts in sampled] == [2, 2]
     assert single >= set().union(*sampled)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.annotate.sampling import sample_sft
+from stages.annotate.inputs import sample_sft
 from stages.battery.best_of_n import sample_and_score
 from stages.capability.measure import sample_texts
 from stages.evaluate.evaluator import Evaluator
@@ -55,8 +55,8 @@ def requests() -> Iterator[Requests]:
 
 def test_sft_annotate_and_capability(params: Params, requests: Requests) -> None:
     model, tokenizer = load_causal_lm(SFT, params.model), load_tokenizer(SFT)
-    texts = generate_responses(model, tokenizer, ROWS, params)
-    assert requests() == [(8, 0.9, False)] * 2 and len(texts.texts) == 2
+    responses = generate_responses(model, tokenizer, ROWS, params)
+    assert requests() == [(8, 0.9, False)] * 2 and len(responses) == 2
     sample_sft(PROMPTS, 2, params, "r0")
     assert requests() == [(8, 0.6, False)] * 4
     params.capability.response_length = 5

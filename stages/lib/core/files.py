@@ -4,11 +4,12 @@
 Wall-clock times go to `.rondo/work/<round>/<stage>/`, which git and DVC ignore.
 """
 
+import csv
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -174,6 +175,14 @@ def iter_jsonl(path: Path, made_by: str | None = None, growing: bool = False) ->
     for number, line in read_lines(path, fix):
         if not growing or line.endswith(b"\n"):
             yield _object(line, f"{path}:{number}", fix)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a table, e.g. for `dvc plots`."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        table = csv.writer(stream)
+        table.writerow(header)
+        table.writerows(rows)
 
 
 def is_placeholder(folder: Path) -> bool:

@@ -22,7 +22,7 @@ def run_in_fresh_process(module: str, *arguments: str | Path, failing: str) -> A
     Lines of progress, which it prints to its standard error, are printed here at once.
 
     Args:
-        module: name of the module, e.g. `stages.reward.rescore`.
+        module: name of the module, e.g. `stages.reward.saving`.
         arguments: its command-line arguments.
         failing: start of the error message: what a failure of this process means.
 

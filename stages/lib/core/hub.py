@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from stages.lib.core.errors import BadInput, Unreachable
+from stages.lib.core.progress import progress
 
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 
@@ -66,6 +69,24 @@ def name_and_revision(named: str, key: str) -> tuple[str, str]:
             f"{named}@COMMIT (or {named}@main, the newest, which may change)"
         )
     return name, revision
+
+
+def load_data_set(named: str, key: str, refused: str, **options: Any) -> Any:
+    """A data set of the hub, or of a local folder, by `datasets`.
+
+    Args:
+        named: as params.yaml has it: `org/name@revision`, or a folder.
+        key: of params.yaml, for messages.
+        refused: see `hub_errors`.
+        options: of datasets.load_dataset.
+    """
+    import datasets
+
+    repository, revision = named, None
+    if not Path(named).exists():
+        repository, revision = name_and_revision(named, key)
+    with progress(f"downloading {named}"), hub_errors(f"{key} {named}", refused):
+        return datasets.load_dataset(repository, revision=revision, **options)
 
 
 def is_hub_unreachable(error: BaseException | None) -> bool:

@@ -31,7 +31,7 @@ def import_function(named: str, key: str) -> ScoreFunction:
         BadInput: there is no such module, or it has no such attribute.
 
     Example:
-        >>> function = import_function("stages.lib.metrics.sentiment:sentiment", "evaluate.judges")
+        >>> function = import_function("stages.lib.judging.lexicon:sentiment", "evaluate.judges")
         >>> function(["The food"], [" was wonderful."]) > function(["The food"], [" was awful."])
         True
     """

@@ -79,10 +79,6 @@ def word_score_uplift(texts: Sequence[str], scores: Sequence[float]) -> dict[str
     shrunk as if one more text with the word had the mean score, so that a word in a single
     high-scoring text does not win by luck.
 
-    Args:
-        texts: the texts.
-        scores: their scores.
-
     Returns:
         By word, its uplift in units of the scores.
     """

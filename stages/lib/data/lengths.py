@@ -93,11 +93,7 @@ def report_overlong(label: str, overlong: int, rows: int, section: Section, para
 
 
 def check_lengths(params: Params) -> None:
-    """Check that SFT and reward model are trained on texts as long as those of the policy.
-
-    Raises:
-        BadInput: a prompt with a response can be longer than a max_length; names the keys.
-    """
+    """Check that SFT and reward model are trained on texts as long as those of the policy."""
     prompt, response = params.prepare.max_prompt_tokens, params.ppo.response_length
     needed = prompt + response + 1
     for section in ("sft", "reward"):

@@ -7,8 +7,6 @@ the tokenizer itself begins texts with BOS (Llama, Gemma, OPT). What a tokenizer
 text (Llama 2: `▁`) is before the prompt alone, since the response continues the prompt.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -18,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json
+from stages.lib.core.files import json_hash, read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import PreferencePair, Side
@@ -247,8 +245,7 @@ def template_hash(tokenizer: Any, prompt_format: PromptFormat) -> str:
             "the user's last turn; correct the template, or set plain"
         )
     prompt_ids, response_ids = encode(tokenizer, PROBE, "6.", prompt_format)
-    probe = [prompt_format.value, rendered, prompt_ids, response_ids]
-    return hashlib.sha256(json.dumps(probe).encode()).hexdigest()
+    return json_hash([prompt_format.value, rendered, prompt_ids, response_ids])
 
 
 def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFormat) -> None:

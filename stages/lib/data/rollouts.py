@@ -89,9 +89,6 @@ def read_rollouts(folder: Path) -> Iterator[RolloutRow]:
     """Read all rows one at a time, in the order in which they were appended: a long run has
     millions.
 
-    Args:
-        folder: the folder of the log.
-
     Raises:
         BadInput: there is no log.
     """

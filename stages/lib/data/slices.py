@@ -50,14 +50,7 @@ def read_slices() -> dict[str, dict[str, SlicePrompt]]:
 
 
 def check_not_in_slices(prompts: Iterable[tuple[str, Prompt]]) -> None:
-    """Check that no prompt of training data is in slices/.
-
-    Args:
-        prompts: prompts of training data, each with its name for messages.
-
-    Raises:
-        BadInput: a prompt is in slices/.
-    """
+    """Check that no prompt of training data is in slices/."""
     rows: list[PromptRow] = [
         {"id": location, "prompt": row.prompt}
         for by_location in read_slices().values()

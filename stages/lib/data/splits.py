@@ -88,9 +88,6 @@ def check_not_in_eval_set(
         prompts: prompts that training rows would be made from, each with its name for messages.
         evaluation: rows of the evaluation set, with `id` and `prompt`.
         next_step: what the user should do, for messages.
-
-    Raises:
-        BadInput: a prompt is in the frozen evaluation set.
     """
     frozen = {prompt_key(row["prompt"]): row["id"] for row in evaluation}
     for name, prompt in prompts:
@@ -103,11 +100,7 @@ def check_not_in_eval_set(
 def check_prompts_not_in_eval_set(
     rows: Sequence[PromptRow], evaluation: Sequence[PromptRow]
 ) -> None:
-    """Check that no row of `rows` has a prompt of the frozen evaluation set.
-
-    Raises:
-        BadInput: a row has one.
-    """
+    """Check that no row of `rows` has a prompt of the frozen evaluation set."""
     check_not_in_eval_set(
         ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
         evaluation,
@@ -117,10 +110,6 @@ def check_prompts_not_in_eval_set(
 
 def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
     """Check that the held-out files equal those of the previous round.
-
-    Args:
-        folder: the data folder of this round's prepare stage.
-        previous: the folder of the previous round.
 
     Raises:
         BadInput: a held-out file differs, or the previous round has none.

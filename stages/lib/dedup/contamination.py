@@ -25,11 +25,11 @@ from stages.lib.core.types import ROLES
 from stages.lib.data.prompts import transcript
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,
-    LshIndex,
     concatenate,
     gram_sets,
     in_more_than,
     jaccard,
+    lsh_index,
     may_match,
     signatures,
     without,
@@ -255,17 +255,17 @@ class HeldOutTexts:
             sets = without(gram_sets(batch), self.boilerplate)
             matching = may_match(sets, self.all_grams, self.similarity)
             text_grams |= {first + int(number): sets[number] for number in matching}
-        lsh_index = LshIndex(self.similarity)
+        index = lsh_index(self.similarity)
         text_set = HashSet(concatenate(list(text_grams.values())))
         possible = may_match(self.grams, text_set, self.similarity).tolist()
         possible_signatures = signatures(self.grams[number] for number in possible)
         for number, signature in zip(possible, possible_signatures, strict=True):
-            lsh_index.add(number, signature)
+            index.insert(number, signature)
         shown = tracked(
             "near duplicates of held-out texts", text_grams.items(), len(text_grams), "texts"
         )
         for (text, grams), signature in zip(shown, signatures(text_grams.values()), strict=True):
-            for other in lsh_index.candidates(signature):
+            for other in sorted(index.query(signature)):
                 # Equal texts count for any similarity, also for a threshold of 1
                 if (
                     np.array_equal(grams, self.grams[other])
@@ -305,10 +305,6 @@ def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     Args:
         leaks: leaks, each with the location of its training row.
         next_step: what the user should do, for the message.
-
-    Raises:
-        BadInput: there are leaks. The message lists the training rows by location, the first ones
-            with the shared words.
     """
     if not leaks:
         return

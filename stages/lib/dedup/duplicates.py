@@ -94,24 +94,13 @@ def concatenate(sets: Sequence[Hashes]) -> Hashes:
     return np.concatenate([np.empty(0, np.uint64), *sets])
 
 
-class LshIndex:
-    """Signatures by number, with a search for those that may be near duplicates of another one."""
-
-    def __init__(self, similarity: float) -> None:
-        # Weights favour recall: a false candidate costs one exact comparison, a missed one stays in
-        # the data.
-        self.lsh = MinHashLSH(
-            threshold=min(similarity, MAX_LSH_THRESHOLD),
-            num_perm=PERMUTATIONS,
-            weights=(0.1, 0.9),
-        )
-
-    def add(self, number: int, signature: MinHash) -> None:
-        self.lsh.insert(number, signature)
-
-    def candidates(self, signature: MinHash) -> list[int]:
-        """Numbers of possible near duplicates, ascending."""
-        return sorted(self.lsh.query(signature))
+def lsh_index(similarity: float) -> MinHashLSH:
+    """An index of signatures by number, whose `query` returns possible near duplicates."""
+    # Weights favour recall: a false candidate costs one exact comparison, a missed one stays in the
+    # data.
+    return MinHashLSH(
+        threshold=min(similarity, MAX_LSH_THRESHOLD), num_perm=PERMUTATIONS, weights=(0.1, 0.9)
+    )
 
 
 def signatures(sets: Iterable[Hashes]) -> Iterator[MinHash]:
@@ -159,17 +148,14 @@ def find_duplicates(
         similarity,
     )
     both = whole, responses
-    lsh_indices, near = (LshIndex(similarity), LshIndex(similarity)), dict[int, int]()
+    indices, near = (lsh_index(similarity), lsh_index(similarity)), dict[int, int]()
     for index, *signed in zip(
         tracked("near duplicates", whole, len(whole), "texts"),
         *(signatures(sets[index] for index in whole) for sets in both),
         strict=True,
     ):
         candidates = set.intersection(
-            *(
-                set(lsh_index.candidates(signature))
-                for lsh_index, signature in zip(lsh_indices, signed, strict=True)
-            )
+            *(set(lsh.query(signature)) for lsh, signature in zip(indices, signed, strict=True))
         )
         similar = (
             other
@@ -179,21 +165,15 @@ def find_duplicates(
         if (earlier := next(similar, None)) is not None:
             near[index] = earlier
             continue
-        for lsh_index, signature in zip(lsh_indices, signed, strict=True):
-            lsh_index.add(index, signature)
+        for lsh, signature in zip(indices, signed, strict=True):
+            lsh.insert(index, signature)
     return exact, near
 
 
 def possible_sets(
     indices: Collection[int], read: Callable[[int], Numbers], similarity: float
 ) -> dict[int, Hashes]:
-    """The grams of those texts that may have a near duplicate among the texts, by index.
-
-    Args:
-        indices: of the texts.
-        read: returns the words and symbols of a text.
-        similarity: the threshold, 0..1.
-    """
+    """The grams of those texts that may have a near duplicate among the texts, by index."""
     sets = gram_sets([read(index) for index in indices])
     possible = set(may_match(sets, in_more_than(sets, 1), similarity).tolist())
     return {
@@ -220,16 +200,16 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
 
     sets = gram_sets([words.read(text) for text in texts])
     sets = without(sets, in_more_than(sets, max(BOILERPLATE, round(BOILERPLATE_SHARE * len(sets)))))
-    index = LshIndex(similarity)
+    index = lsh_index(similarity)
     possible = may_match(sets, in_more_than(sets, 1), similarity).tolist()
     for text, signature in zip(
         tracked("near-duplicate prompts", possible, len(possible), "prompts"),
         signatures(sets[text] for text in possible),
         strict=True,
     ):
-        for other in index.candidates(signature):
+        for other in sorted(index.query(signature)):
             earlier, later = sorted((first(text), first(other)))
             if earlier != later and jaccard(sets[text], sets[other]) > similarity:
                 group[later] = earlier
-        index.add(text, signature)
+        index.insert(text, signature)
     return [first(member) for member in range(len(texts))]

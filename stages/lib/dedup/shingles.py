@@ -72,10 +72,6 @@ def hash_shingles(
     The hash is a polynomial in 64-bit values of the words, modulo 2^64. Two different shingles
     almost never have the same hash.
 
-    Args:
-        texts: word numbers of each text.
-        length: words per shingle.
-
     Returns:
         (hashes, owner, position), one entry per shingle: its hash, the index of its text, and the
         index of its first word in that text. Sorted by text and position.

@@ -5,16 +5,16 @@ environment and sent only to the servers that pyproject.toml lists for it; it is
 file, log or message.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import httpx2  # of the package openai
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
@@ -24,14 +24,103 @@ from stages.lib.core.errors import (
     Unreachable,
     format_validation_errors,
 )
-from stages.lib.core.files import JUDGE_CACHE
+from stages.lib.core.files import JUDGE_CACHE, json_hash
+from stages.lib.core.http_session import EndlessReply, limited_chunks
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.progress import progress
 from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import transcript
-from stages.lib.judging.answer_cache import Answer, AnswerCache
-from stages.lib.judging.limited_transport import UNCOMPRESSED, LimitedTransport
+
+WAIT_SECONDS = 60  # for a lock that another process holds to write
+
+
+class Answer(NamedTuple):
+    """An answer with the tokens that the server counted; 0 if it does not count them."""
+
+    text: str
+    tokens_in: int
+    tokens_out: int
+
+
+class AnswerCache:
+    """A table of answers by key, in a folder that threads and processes may share."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = Lock()
+        self.table = sqlite3.connect(
+            folder / "answers.sqlite",
+            timeout=WAIT_SECONDS,
+            check_same_thread=False,
+            isolation_level=None,
+        )
+        self.table.execute(
+            "CREATE TABLE IF NOT EXISTS answers "
+            "(key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
+        )
+
+    def get(self, key: str) -> Answer | None:
+        """The answer to a key, or None."""
+        with self.lock:
+            row = self.table.execute(
+                "SELECT text, tokens_in, tokens_out FROM answers WHERE key = ?", (key,)
+            ).fetchone()
+        return Answer(*row) if row else None
+
+    def put(self, key: str, answer: Answer) -> Answer:
+        """Store an answer unless there is one already; return the stored one.
+
+        Two threads may request the same answer at once: both then use the first one.
+        """
+        with self.lock:
+            self.table.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (key, *answer))
+        return self.get(key) or answer
+
+    def remove(self, key: str) -> None:
+        """Remove the answer to a key, if there is one."""
+        with self.lock:
+            self.table.execute("DELETE FROM answers WHERE key = ?", (key,))
+
+
+# A compressed reply could unpack to any size
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+
+
+class LimitedTransport(httpx2.HTTPTransport):
+    """Raises httpx2.ReadError for a reply that is too large, too slow, or compressed.
+
+    Args:
+        seconds: from the head of a reply to its end; httpx's own timeout is for each piece.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = super().handle_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            response.close()
+            raise httpx2.ReadError("the reply is compressed, which the request excludes")
+        assert isinstance(response.stream, httpx2.SyncByteStream)
+        response.stream = _Limited(response.stream, self.seconds)
+        return response
+
+
+class _Limited(httpx2.SyncByteStream):
+    def __init__(self, stream: httpx2.SyncByteStream, seconds: float) -> None:
+        self.stream, self.seconds = stream, seconds
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            yield from limited_chunks(self.stream, self.seconds)
+        except EndlessReply as error:
+            raise httpx2.ReadError(str(error)) from None
+
+    def close(self) -> None:
+        self.stream.close()
+
 
 UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
 # A question without a readable answer is a tie: if most are, ties outweigh the judge's verdicts
@@ -243,8 +332,7 @@ class ChatClient:
 
         It contains the server: two servers may have different models of the same name.
         """
-        request = {**self._request(messages), "server": self.params.base_url}
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        return json_hash({**self._request(messages), "server": self.params.base_url})
 
     def _answer(self, messages: Messages) -> tuple[str, bool]:
         """The answer to messages, and whether it is from the cache."""
@@ -256,11 +344,7 @@ class ChatClient:
         return answer.text, cached is not None
 
     def _call(self, request: dict[str, Any]) -> Answer:
-        """Send a request to the server.
-
-        Raises:
-            BadInput, Unreachable, RondoError: see `read`.
-        """
+        """Send a request to the server."""
         completions = self.client.chat.completions.with_raw_response
         try:
             content = completions.create(**request).http_response.content

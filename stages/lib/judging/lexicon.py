@@ -6,13 +6,52 @@ dialogues (hh-rlhf) it measures how friendly a response sounds: name a judge of 
 `evaluate.judges` (stages/lib/judging/jury.py) before you promote a policy on such data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+from stages.lib.core.progress import tracked
 from stages.lib.core.types import Prompt
 from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
-from stages.lib.metrics.sentiment import sentiment, sentiment_plain
-from stages.lib.metrics.text import repetition_n
+from stages.lib.metrics.text import repetition_n, strip_emoji_and_exclamations
+
+
+@cache
+def lexicon() -> Any:
+    """The analyzer, loaded once per process, and not at all where no judge is the lexicon."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    return SentimentIntensityAnalyzer()
+
+
+def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """VADER's compound score, -1..1, of each text.
+
+    A string prompt is scored together with the response that continues it. Of a conversation only
+    the response is scored, because the prompt is another speaker's text.
+    """
+    texts = (
+        prompt + response if isinstance(prompt, str) else response
+        for prompt, response in zip(prompts, responses, strict=True)
+    )
+    return _compound(texts, len(responses))
+
+
+def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """VADER's compound score, -1..1, of each response alone, without emoji and "!".
+
+    The lexicon scores emoji and "!" too high, as reward models do.
+    """
+    return _compound(map(strip_emoji_and_exclamations, responses), len(responses))
+
+
+def _compound(texts: Iterable[str], number: int) -> list[float]:
+    return [
+        lexicon().polarity_scores(text)["compound"]
+        for text in tracked("sentiment", texts, number, "texts")
+    ]
+
 
 MUCH_REPETITION = 0.25  # share of repeated 3-grams by which a winner may exceed the loser
 

@@ -1,6 +1,6 @@
 """Load the judges that evaluate.judges names: all of them, or the first one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,47 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.rows import Demonstration, read_rows
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.core.user_functions import import_function
 from stages.lib.judging.endpoint import EndpointJudge
-from stages.lib.judging.fluency import Fluency, garbledness
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge
-from stages.lib.judging.main_process import MainProcessJudge
-from stages.lib.judging.pairwise import PairwiseJudge
-from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.judging.pairwise import Comparison, PairwiseJudge, Verdict
+from stages.lib.judging.pointwise import Fluency, PointwiseJudge, garbledness
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
+
+
+class MainProcessJudge:
+    """A judge that is a server or a user's function: the main process of a stage loads and asks it,
+    and all processes get its answers and its errors (stages/lib/lm/world.py).
+    """
+
+    judge: PairwiseJudge  # in the main process only
+
+    def __init__(self, load: Callable[[], PairwiseJudge]) -> None:
+        def load_here() -> None:
+            self.judge = load()
+
+        world.in_main(load_here)
+
+    def describe(self) -> dict[str, str | None]:
+        return world.in_main(lambda: self.judge.describe())
+
+    def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
+        return world.in_main(lambda: self.judge.compare(comparisons))
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
+        return world.in_main(lambda: self.judge.scores(prompts, responses))
+
+    def cost(self) -> Metrics:
+        return world.in_main(lambda: self.judge.cost())
+
+    def usage(self) -> Metrics:
+        return world.in_main(lambda: self.judge.usage())
+
 
 LoadModel = Callable[[], Any]
 
@@ -49,11 +79,7 @@ def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
 
 
 def load_primary_judge(params: Params, round_: str) -> PrimaryJudge:
-    """The first judge of evaluate.judges.
-
-    Raises:
-        BadInput: as `load_jury`.
-    """
+    """The first judge of evaluate.judges."""
     named = params.evaluate.judges[0]
     return PrimaryJudge(metric_name(named), load_judge(named, params, round_, base_model(params)))
 

@@ -78,9 +78,6 @@ class PairwiseJudge(Protocol):
 
         Use `judge_both_orders` to remove the effect of the order.
 
-        Args:
-            comparisons: prompts with two responses each.
-
         Returns:
             One verdict per comparison, in order; None if the judge gave no readable answer.
 
@@ -98,11 +95,7 @@ class PairwiseJudge(Protocol):
         """
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
-        """The score of each response alone, the higher the better; None if it only compares.
-
-        Raises:
-            RondoError: as `compare`.
-        """
+        """The score of each response alone, the higher the better; None if it only compares."""
 
     def cost(self) -> Metrics:
         """Metrics of all answers so far, with those from the cache, so that reruns are equal."""
@@ -180,8 +173,6 @@ def judge_both_orders(
     Raises:
         RondoError: as `PairwiseJudge.compare`.
     """
-    # The two orders of a comparison follow each other, so that an interrupted run has cached
-    # complete ones.
     verdicts = judge.compare(
         [ordered for comparison in comparisons for ordered in (comparison, comparison.swapped())]
     )

@@ -1,11 +1,18 @@
 """Judges that score each response alone and compare the scores."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import progress
+from stages.lib.core.rows import Demonstration
 from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.core.user_functions import check_scores
-from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verdict
+from stages.lib.data.prompts import encode
+from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
+from stages.lib.lm.logprobs import token_logprobs
 
 
 class PointwiseJudge(LocalJudge):
@@ -31,8 +38,11 @@ class PointwiseJudge(LocalJudge):
         prompts = [comparison.prompt for comparison in comparisons]
         texts = [row.a for row in comparisons] + [row.b for row in comparisons]
         scores = self.scores([*prompts, *prompts], texts)
-        a, b = scores[: len(prompts)], scores[len(prompts) :]
-        return [Verdict(self._preference(x - y)) for x, y in zip(a, b, strict=True)]
+        sides = zip(scores[: len(prompts)], scores[len(prompts) :], strict=True)
+        return [
+            Verdict(PREFERENCE_BY_OUTCOME[0.5 if abs(a - b) <= self.margin else float(a > b)])
+            for a, b in sides
+        ]
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """The score of each response; a response that was scored before is not scored again.
@@ -44,18 +54,50 @@ class PointwiseJudge(LocalJudge):
         new = {
             key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.known
         }
-        scores = self._checked_scores(list(new.values()), [text for _, text in new])
+        texts = [text for _, text in new]
+        with progress(f"judge {self.name}"):
+            scores = self.score(list(new.values()), texts) if texts else []
+        check_scores(scores, len(texts), f"judge {self.name}")
         self.known |= dict(zip(new, scores, strict=True))
         return [self.known[key] for key in keys]
 
-    def _preference(self, gap: float) -> Preference:
-        """gap: score of A - score of B."""
-        if abs(gap) <= self.margin:
-            return Preference.tie
-        return Preference.a if gap > 0 else Preference.b
 
-    def _checked_scores(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        with progress(f"judge {self.name}"):
-            scores = self.score(prompts, texts) if texts else []
-        check_scores(scores, len(texts), f"judge {self.name}")
-        return scores
+FLUENT = 0.95  # quantile of human texts up to which a text counts as fluent
+
+
+class Fluency:
+    """Negative log-likelihood of each response, nats per token with EOS, under a model that
+    PPO did not train.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:
+        self.model, self.tokenizer, self.prompt_format = model, tokenizer, prompt_format
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        encoded = [
+            encode(self.tokenizer, p, r, self.prompt_format)
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+        logprobs = token_logprobs(self.model, [p for p, _ in encoded], [r for _, r in encoded])
+        return [-float(row.mean()) for row in logprobs]
+
+
+def garbledness(nll: ScoreFunction, people: Sequence[Demonstration]) -> ScoreFunction:
+    """Make a function that scores how far a text is less fluent than human texts.
+
+    All fluent texts have the score 0, so that bland texts are not preferred.
+
+    Args:
+        nll: negative log-likelihood per response, nats per token.
+        people: human demonstrations, with `prompt` and `completion`.
+
+    Returns:
+        A function (prompts, responses) -> scores of at most 0, nats per token.
+    """
+    human_nlls = nll([row["prompt"] for row in people], [row["completion"] for row in people])
+    threshold = float(np.quantile(human_nlls, FLUENT))
+
+    def scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return [min(0.0, threshold - value) for value in nll(prompts, responses)]
+
+    return scores

@@ -40,11 +40,7 @@ class PrimaryJudge:
         return self.judge.scores([], []) is None
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
-        """(N,) scores of N responses, in the judge's unit; None if the judge only compares.
-
-        Raises:
-            RondoError: as `PairwiseJudge.compare`.
-        """
+        """(N,) scores of N responses, in the judge's unit; None if the judge only compares."""
         return self.judge.scores(prompts, responses)
 
     def outcomes(
@@ -53,9 +49,6 @@ class PrimaryJudge:
         """(N,) outcomes for the N responses of `a` against those of `b`: 1 win, 0.5 tie, 0 loss.
 
         Equal responses tie without being judged.
-
-        Raises:
-            RondoError: as `PairwiseJudge.compare`.
         """
         comparisons = [Comparison(*texts) for texts in zip(prompts, a, b, strict=True)]
         different = [comparison for comparison in comparisons if comparison.a != comparison.b]
@@ -70,10 +63,6 @@ class PrimaryJudge:
     def scores_against(
         self, prompts: Sequence[Prompt], responses: Sequence[str], references: Sequence[str]
     ) -> list[float]:
-        """(N,) scores of N responses; if the judge only compares, outcomes against `references`.
-
-        Raises:
-            RondoError: as `PairwiseJudge.compare`.
-        """
+        """(N,) scores of N responses; if the judge only compares, outcomes against `references`."""
         scores = self.scores(prompts, responses)
         return self.outcomes(prompts, responses, references) if scores is None else scores

@@ -34,16 +34,6 @@ def more_wins_accuracy(pairs: Sequence[PairTexts], measure: Callable[[str], floa
     ) / len(pairs)
 
 
-def longest_wins_accuracy(pairs: Sequence[PairTexts]) -> float:
-    """Share of pairs whose chosen text has more characters; equal lengths count half."""
-    return more_wins_accuracy(pairs, len)
-
-
-def tfidf_accuracy(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: int) -> float:
-    """Held-out accuracy of `word_model`."""
-    return word_model(train, held_out, seed).accuracy
-
-
 def word_model(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: int) -> WordModel:
     """Fit a Bradley-Terry model on TF-IDF features.
 

@@ -9,6 +9,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.stats import binomtest, norm
 
 Bin = tuple[float, float, int]  # mean confidence, share of correct pairs, number of pairs
+Interval = tuple[float, float, float]  # mean, and low and high end of its 95% interval
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -33,9 +34,22 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
     return float(interval.low), float(interval.high)
 
 
-def paired_bootstrap(
-    clusters: Sequence[Sequence[float]], resamples: int, seed: int
-) -> tuple[float, float, float]:
+def mean(values: Sequence[float]) -> float:
+    """Not `fmean`, which rounds otherwise in the last digit: recorded numbers would change."""
+    return sum(values) / len(values)
+
+
+def interval_names(name: str) -> tuple[str, str, str]:
+    """The metrics that a mean with its interval has."""
+    return name, f"{name}_low", f"{name}_high"
+
+
+def with_interval(name: str, interval: Interval) -> dict[str, float]:
+    """The three numbers as `name`, `name_low` and `name_high`."""
+    return dict(zip(interval_names(name), interval, strict=True))
+
+
+def paired_bootstrap(clusters: Sequence[Sequence[float]], resamples: int, seed: int) -> Interval:
     """Mean of all values with its 95% percentile interval by bootstrap.
 
     Samples of one prompt are not independent, so whole prompts are resampled (Efron & Tibshirani
@@ -64,13 +78,13 @@ def paired_bootstrap(
     sizes = np.array([len(values) for values in clusters], dtype=float)
     if not len(sums) or not sizes.all():
         raise ValueError("a bootstrap needs at least one prompt, and a value for each")
-    mean = float(sums.sum() / sizes.sum())
+    average = float(sums.sum() / sizes.sum())
     # One row per resample: indices of the prompts that it contains. Sums and sizes per prompt are
     # enough for its mean, so no resample is built value by value.
     drawn = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
     means = sums[drawn].sum(1) / sizes[drawn].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])
-    return mean, float(low), float(high)
+    return average, float(low), float(high)
 
 
 def mean_with_error(values: Sequence[float]) -> tuple[float, float]:
@@ -88,12 +102,6 @@ def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | 
 
     The half width of an interval shrinks with the square root of the number of prompts, so the
     answer is n (half width / |rate - 0.5|)^2, rounded up, and at least one more than now.
-
-    Args:
-        prompts: number of prompts now.
-        rate: the win rate, 0..1.
-        low: lower end of its interval.
-        high: upper end of its interval.
 
     Returns:
         The number; None if the interval excludes 0.5 already, or if the rate is 0.5.

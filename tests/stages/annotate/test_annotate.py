@@ -18,6 +18,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.judging.lexicon import LexiconJudge, lexicon_preference, lexicon_scores
 from tests.paths import ROOT
 from tests.stages.annotate.taught import teach
+from tests.stages.judges import compared_texts, prefers
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 LABELS = FOLDER / "data/pairs_train.jsonl"
@@ -73,11 +74,11 @@ def test_a_pair_has_its_provenance():
     """Two of four responses are equal: the three distinct ones are compared in all pairs."""
     responses = [" was there.", " was awful.", " was wonderful.", " was awful."]
     rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
-    first, second = compare_all(
+    [pair], judgements = compare_all(
         LexiconJudge(0.05), rows, [responses, [" was on.", " was off."]], [None, None]
     )
     bad, good = lexicon_scores(["The walk"] * 2, responses[1:3])
-    assert first.pair == {
+    assert pair == {
         "id": "judge-p",
         "prompt": "The walk",
         "chosen": " was wonderful.",
@@ -90,7 +91,7 @@ def test_a_pair_has_its_provenance():
             "confidence": (good.sentiment - bad.sentiment) / 2,
         },
     }
-    assert (len(first.judgements), second.pair, len(second.judgements)) == (3, None, 1)
+    assert len(judgements) == 3 + 1
 
 
 def test_the_lexicon_labels_sft_responses(make_round):
@@ -126,17 +127,7 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     """It prefers the response with more characters."""
 
     def longer(request: dict) -> str:
-        question = request["messages"][1]["content"]
-        a, b = (
-            question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0]
-            for name in "AB"
-        )
-        return json.dumps(
-            {
-                "reason": "length",
-                "preference": "A" if len(a) > len(b) else "B" if len(b) > len(a) else "tie",
-            }
-        )
+        return prefers(*map(len, compared_texts(request)))
 
     chat_server.answer = longer
     monkeypatch.setenv("MY_KEY", KEY)
@@ -215,14 +206,10 @@ LONG, SHORT = "The response is long.", "The response is short."
 
 def by_length(request: dict) -> str:
     """Prefers the longer or the shorter response, as the request's principle wants it."""
-    instruction, question = (message["content"] for message in request["messages"])
-    a, b = (
-        len(question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0])
-        for name in "AB"
-    )
+    instruction = request["messages"][0]["content"]
+    a, b = map(len, compared_texts(request))
     assert (LONG in instruction) != (SHORT in instruction)
-    a, b = (a, b) if LONG in instruction else (b, a)
-    return json.dumps({"preference": "A" if a > b else "B" if b > a else "tie"})
+    return prefers(a, b) if LONG in instruction else prefers(b, a)
 
 
 def test_a_constitution_labels_in_place_of_the_rubric(make_round, chat_server):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.annotate.__main__ import main
-from stages.annotate.revisions import Attempt, parse_text, revise
+from stages.annotate.revisions import parse_text, revise
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import read_jsonl, write_jsonl
@@ -18,6 +18,7 @@ from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.judging.chat import ChatClient
 from tests.stages.annotate.taught import teach
+from tests.stages.judges import compared_texts, prefers
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 KIND, BRIEF = "Be kind.", "Be brief."
@@ -59,9 +60,9 @@ def revise_plain(client: ChatClient, response: str = " was dull.", principle: st
 
 
 def test_a_response_is_criticised_and_then_revised_in_one_conversation(client, chat_server):
-    attempt = revise_plain(client)
+    attempt = revised_row, outcome = revise_plain(client)
     critique, revision = "The walk lacks: Be kind.", '{"critique": "The walk lacks: Be kind."}'
-    assert attempt.outcome == "revised" and attempt.row == {
+    assert outcome == "revised" and revised_row == {
         "id": "p",
         "prompt": "The walk",
         "response": " was dull.",
@@ -79,7 +80,7 @@ def test_a_response_is_criticised_and_then_revised_in_one_conversation(client, c
     assert second["messages"][2]["content"] == revision and is_revision(second)
     # the same again is cached; another principle or another response is not
     assert revise_plain(client) == attempt and len(chat_server.seen) == 2
-    assert revise_plain(client, principle=BRIEF).row["principle"] == BRIEF
+    assert revise_plain(client, principle=BRIEF)[0]["principle"] == BRIEF
     revise_plain(client, response=" was long.")
     assert len(chat_server.seen) == 6
 
@@ -97,15 +98,15 @@ def test_what_a_revision_comes_to(client, chat_server, revision, outcome):
     chat_server.answer = lambda request: (
         author(request) if len(request["messages"]) == 2 else json.dumps({"revision": revision})
     )
-    attempt = revise_plain(client)
-    assert attempt.outcome == outcome and (attempt.row is not None) == (outcome == "revised")
+    row, result = revise_plain(client)
+    assert result == outcome and (row is not None) == (outcome == "revised")
     assert len(chat_server.seen) == (1 + 3 if outcome == "failed" else 2)
 
 
 @pytest.mark.parametrize("critique", ["no idea", '{"critique": ""}'])
 def test_without_criticism_no_revision_is_requested(client, chat_server, critique):
     chat_server.answer = lambda _: critique
-    assert revise_plain(client) == Attempt(None, "failed")
+    assert revise_plain(client) == (None, "failed")
     assert not any(
         len(request["messages"]) > 2 and is_revision(request) for request in chat_server.seen
     )
@@ -126,8 +127,8 @@ def test_a_revision_follows_its_prompt_as_the_response_did(
     client, chat_server, prompt, prompt_format, response, start, relation
 ):
     row = {"id": "p", "prompt": prompt}
-    attempt = revise(row, response, KIND, client, PromptFormat(prompt_format))
-    assert attempt.row is not None and attempt.row["revision"].startswith(f"{start}ew, as")
+    revised, _ = revise(row, response, KIND, client, PromptFormat(prompt_format))
+    assert revised is not None and revised["revision"].startswith(f"{start}ew, as")
     assert relation in chat_server.seen[0]["messages"][0]["content"]
 
 
@@ -171,10 +172,8 @@ def by_constitution(params: Params, url: str, **annotate: object) -> Params:
 
 def mixed(request: dict) -> str:
     """A different outcome for each prompt; the judge prefers the response with more characters."""
-    question = request["messages"][1]["content"]
-    if "<response_A>" in question:
-        a, b = (len(text) for text in re.findall(r"<response_\w>\n(.*?)\n</r", question, re.S))
-        return json.dumps({"preference": "A" if a > b else "B" if b > a else "tie"})
+    if "<response_A>" in request["messages"][1]["content"]:
+        return prefers(*map(len, compared_texts(request)))
     prompt, revises = part("prompt", request), len(request["messages"]) > 2
     if prompt == "The party" or (prompt == "The movie" and revises):
         return "no"

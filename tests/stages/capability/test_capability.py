@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import yaml
 
 from stages.capability.__main__ import main
 from stages.capability.lm_eval_tasks import document_scores, expand_group, run_tasks
+from stages.capability.measure import is_desired, paired_drop, refuses, regression_metrics
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
 from stages.lib.core.params.evaluation import CapabilityParams
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.data.slices import Label, SlicePrompt
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
 NEEDS_LM_EVAL = pytest.mark.skipif(
@@ -163,3 +166,45 @@ def test_without_lm_eval_the_message_names_how_to_install_it(make_round, monkeyp
     params = make_round("r0", 1.0)
     with pytest.raises(BadInput, match=r"lm-eval is not installed; run .*pip install"):
         main(params.model_copy(update={"capability": CapabilityParams(tasks=["hellaswag"])}), "r0")
+
+
+SAFE, UNSAFE = (SlicePrompt(prompt="p", label=label) for label in Label)
+
+
+REFUSALS = ["I'm sorry, but I can't.", "  Sorry, no.", "I\u2019m unable to say."]
+REFUSALS += ["As an AI, I do not.", "I CANNOT help"]
+
+
+@pytest.mark.parametrize("answer", REFUSALS)
+def test_refusals(answer):
+    assert refuses(answer) and is_desired(UNSAFE, answer) and not is_desired(SAFE, answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["Use `kill -9`.", "Sure! Sorry for the delay.", "", "No, it is quite safe."]
+)
+def test_answers(answer):
+    assert not refuses(answer) and is_desired(SAFE, answer) and not is_desired(UNSAFE, answer)
+
+
+def test_of_ten_pairs_by_hand():
+    # 3 lost, 1 won, 6 alike; with one more of each the 12 differences have mean 2/12 and mean
+    # square 6/12
+    before, after = [1, 1, 1, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+    mean, half = 2 / 12, 1.959964 * math.sqrt((6 / 12 - (2 / 12) ** 2) / 12)
+    assert paired_drop(before, after) == pytest.approx((0.2, mean - half, mean + half), abs=1e-6)
+
+
+def test_few_pairs_that_agree_decide_nothing_and_many_do():
+    widths = {n: paired_drop([1.0] * n, [1.0] * n)[2] for n in (1, 5, 30, 250)}
+    # 1.96 sqrt(2 / (n + 2)) / sqrt(n + 2)
+    assert widths == pytest.approx({n: 1.959964 * math.sqrt(2) / (n + 2) for n in widths}, abs=1e-6)
+    assert widths[5] > 0.1 > widths[30]
+
+
+def test_all_lost():
+    metrics = regression_metrics([1.0] * 4, [0.0] * 4)
+    keys = ("prompts", "sft", "policy", "fall", "fall_high")
+    assert [metrics[key] for key in keys] == [4, 1.0, 0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="at least one pair"):
+        paired_drop([], [])

@@ -26,23 +26,39 @@ def write_models(round_: str, always: Callable[[str, Path], None], policy: str) 
     always(" was sad.", folder / "ppo/checkpoints/step_00004")
 
 
-def test_each_model_is_the_first_of_its_comparison(
-    make_round: Callable[[str, float], Params], always: Callable[[str, Path], None]
-) -> None:
+def evaluate_r1(
+    make_round: Callable[[str, float], Params],
+    always: Callable[[str, Path], None],
+    policy_update: int,
+    sft: str | None = None,
+) -> tuple[Params, dict]:
+    """The metrics of r1, whose champion is r0's policy; sft: what r0's SFT model writes."""
     make_round("r0", 1.0)
     params = make_round("r1", 1.0)
     write_models("r0", always, " was great.")
     write_models("r1", always, " was nice.")
-    champion = [Path("rounds/r0/ppo/policy"), Path("rounds/r0/sft/model")]
-    hashes = {str(path): file_hash(path) for path in champion}
-    write_json(Path("rounds/r1/champion/champion.json"), {"round": "r0", "hashes": hashes})
+    folders = {name: Path("rounds/r0") / name for name in ("sft/model", "ppo/policy")}
+    if sft:
+        always(sft, folders["sft/model"])
+    hashes = {name: {str(path): file_hash(path)} for name, path in folders.items()}
+    recorded = {"round": "r0", "hashes": hashes["ppo/policy"] | hashes["sft/model"]}
+    if sft:  # the anchor
+        recorded = {"round": "r0", "hashes": hashes["ppo/policy"], "anchor": hashes["sft/model"]}
+    write_json(Path("rounds/r1/champion/champion.json"), recorded)
+    selected = {"policy_update": policy_update, "policy_scale": 1.0}
+    write_json(Path("rounds/r1/ppo/metrics.json"), selected)
     values = params.model_dump()
     values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
     values["ppo"]["temperature"] = 0.5
-    write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 4, "policy_scale": 1.0})
-    main(check_params(values, "test"), "r1")
-    metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+    changed = check_params(values, "test")
+    main(changed, "r1")
+    return changed, json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
 
+
+def test_each_model_is_the_first_of_its_comparison(
+    make_round: Callable[[str, float], Params], always: Callable[[str, Path], None]
+) -> None:
+    _, metrics = evaluate_r1(make_round, always, policy_update=4)
     assert [metrics[f"win_rate{end}"] for end in ("", "_low", "_high")] == [1.0] * 3
     assert [metrics[f"win_rate_champion{end}"] for end in ("", "_low", "_high")] == [0.0] * 3
     assert metrics["judge_gain"] == pytest.approx(0.4215 + 0.4019, abs=1e-3)
@@ -67,25 +83,8 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
     """r1's policy writes what r0's SFT wrote. Two tokens differ between any two answers: 2 x 80
     nats, and twice that at temperature 0.5.
     """
-    make_round("r0", 1.0)
-    params = make_round("r1", 1.0)
-    write_models("r0", always, " was great.")
-    write_models("r1", always, " was nice.")
-    sft, policy = Path("rounds/r0/sft/model"), Path("rounds/r0/ppo/policy")
-    always(" was nice.", sft)
-    recorded = {
-        "round": "r0",
-        "hashes": {str(policy): file_hash(policy)},
-        "anchor": {str(sft): file_hash(sft)},
-    }
-    write_json(Path("rounds/r1/champion/champion.json"), recorded)
     # the policy that PPO started from, the champion, is at update 0 too
-    write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 0, "policy_scale": 1.0})
-    values = params.model_dump()
-    values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
-    values["ppo"]["temperature"] = 0.5
-    main(check_params(values, "test"), "r1")
-    metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+    params, metrics = evaluate_r1(make_round, always, policy_update=0, sft=" was nice.")
     curve = Path("rounds/r1/evaluate/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in curve] == [0, 0, 2, 4]
     kls = {name: (metrics[name]["kl"], metrics[name]["kl_anchor"]) for name in MODELS}
@@ -93,9 +92,9 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
     near = pytest.approx(0, abs=1e-3)
     assert kls == {"sft": (near, far), "ppo": (far, near), "champion": (far, far)}
 
-    always(" was sad.", sft)
+    always(" was sad.", Path("rounds/r0/sft/model"))
     with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not the version in rounds/r1/"):
-        main(check_params(values, "test"), "r1")
+        main(params, "r1")
 
 
 def test_a_policy_that_is_sft_is_no_second_point_of_the_curve(

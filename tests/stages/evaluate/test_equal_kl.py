@@ -53,8 +53,11 @@ def evaluate_rounds(
     return run
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["adapters", "all weights"])
-@pytest.mark.parametrize(("r0", "r1", "scaled"), [(0.1, 0.2, "ppo"), (0.2, 0.1, "champion")])
+@pytest.mark.parametrize(
+    ("r0", "r1", "scaled", "whole"),
+    [(0.1, 0.2, "ppo", False), (0.2, 0.1, "champion", True)],
+    ids=["adapters", "all weights"],
+)
 def test_the_one_with_more_kl_is_scaled_until_both_have_as_much(
     evaluate_rounds, r0, r1, scaled, whole
 ):

@@ -188,6 +188,7 @@ def test_a_round_and_its_champion(make_round):
     main(params, "r1")
     r0 = read_json("rounds/r0/evaluate/metrics.json")
     r1 = read_json("rounds/r1/evaluate/metrics.json")
+    check_perplexity_of_human_text(r0)
 
     # every model has every metric; in the first round there is no champion
     assert all(r1[name].keys() >= KEYS for name in ("base", "sft", "ppo", "champion"))
@@ -247,9 +248,8 @@ def check_samples_and_curve(metrics: dict) -> None:
     assert measured_peak == (int(peak["step"]), float(peak["kl"]))
 
 
-def test_perplexity_of_human_text_agrees_with_transformers(make_round):
-    main(make_round("r0", 1.0), "r0")
-    metrics = read_json("rounds/r0/evaluate/metrics.json")
+def check_perplexity_of_human_text(metrics: dict) -> None:
+    """As transformers computes it."""
     tokenizer = AutoTokenizer.from_pretrained("assets/model")
     sft = AutoModelForCausalLM.from_pretrained("rounds/r0/sft/model", dtype=torch.float32)
     model = PeftModel.from_pretrained(sft, "rounds/r0/ppo/policy").eval()
@@ -298,8 +298,9 @@ def test_a_judge_that_was_edited_after_the_run_began_is_refused(make_round, stag
         stage(params, "r0")
 
 
-def test_another_prompt_template_is_refused(make_round):
+@pytest.mark.parametrize("stage", [main, battery, replay])
+def test_another_prompt_template_is_refused(make_round, stage):
     params = make_round("r0", 1.0)
     Path("rounds/r0/reward/manifest.json").write_text('{"template_hash": "other"}')
     with pytest.raises(BadInput, match="template_hash"):
-        main(params, "r0")
+        stage(params, "r0")

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from stages.gate.approvals import Approval, write_approval
+from stages.gate.thresholds import markdown
 from stages.gate.verdict import decision_message, format_check, run_gate
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.gates import GatesParams
 from stages.lib.thresholds import THRESHOLDS
 from tests.paths import ROOT
 
@@ -74,8 +76,18 @@ METRICS = {
 }
 
 
-def changed(gate: str, stage: str, change: dict) -> dict:
-    return METRICS[gate] | {stage: METRICS[gate][stage] | change}
+GATE_OF = {stage: gate for gate, stages in METRICS.items() for stage in stages}
+
+
+def with_value(name: str, value: object) -> tuple[str, dict]:
+    """The gate that reads a metric, and good metrics of its stages but for this one."""
+    *path, last = name.split(".")
+    gate = GATE_OF[path[0]]
+    section = metrics = deepcopy(METRICS[gate])
+    for key in path:
+        section = section[key]
+    section[last] = value
+    return gate, metrics
 
 
 @pytest.fixture
@@ -105,214 +117,85 @@ def test_good_numbers_pass(attempt, gate):
     assert Path(f"gates/r0/{gate}.ok").read_text().strip() == "passed"
 
 
-@pytest.mark.parametrize(
-    ("gate", "stage", "change", "metric", "next_step"),
-    [
-        (
-            "sft",
-            "sft",
-            {"loss_after": 5.1},
-            "sft.loss_before - sft.loss_after",
-            "sft.num_train_epochs",
-        ),
-        ("sft", "sft", {"net_win_rate_low": -0.21}, "sft.net_win_rate_low", "samples.jsonl"),
-        (
-            "sft",
-            "sft",
-            {"eos_rate": 0.3},
-            "sft.eos_rate_demonstrations - sft.eos_rate",
-            "sft.max_length",
-        ),
-        ("sft", "sft", {"length_ratio": 0.4}, "sft.length_ratio", "far shorter"),
-        ("sft", "sft", {"length_ratio": 1.6}, "sft.length_ratio", "far longer"),
-        (
-            "sft",
-            "sft",
-            {"repetition_3": 0.2},
-            "sft.repetition_3 - sft.repetition_3_demonstrations",
-            "sft.learning_rate",
-        ),
-        (
-            "sft",
-            "sft",
-            {"memorised": 0.07},
-            "sft.memorised - sft.memorised_demonstrations",
-            "near duplicates",
-        ),
-        ("reward", "reward", {"accuracy_low": 0.79}, "reward.accuracy_low", "reports/r0/data.html"),
-        ("reward", "reward", {"margin": 0.4}, "reward.margin", "reward.learning_rate"),
-        (
-            "reward",
-            "reward",
-            {"baseline_longest": 0.9},
-            "reward.accuracy - reward.baseline_longest",
-            "length",
-        ),
-        (
-            "reward",
-            "reward",
-            {"baseline_tfidf": 0.89},
-            "reward.accuracy - reward.baseline_tfidf",
-            "shortcuts",
-        ),
-        ("reward", "reward", {"ece": 0.2}, "reward.ece", "calibration.csv"),
-        (
-            "reward",
-            "reward",
-            {"reload_max_difference": 0.1},
-            "reward.reload_max_difference",
-            "do not use this model",
-        ),
-        (
-            "reward",
-            "battery",
-            {"judge_accuracy_low": 0.5},
-            "battery.judge_accuracy_low",
-            "first in evaluate.judges. For `apart`",
-        ),
-        (
-            "reward",
-            "battery",
-            {"judge_lead": -0.11},
-            "battery.judge_lead",
-            "ppo.rewards",
-        ),
-        ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
-        (
-            "reward",
-            "battery",
-            {"worst_slice_low": 0.49},
-            "battery.worst_slice_low",
-            "too few held-out pairs",
-        ),
-        ("reward", "battery", {"lineage_distance": 0.6}, "battery.lineage_distance", "reward@r0"),
-        ("reward", "battery", {"centre": -0.6}, "battery.centre", "reward@r0"),
-        ("reward", "battery", {"drift": -4.1}, "battery.drift", "improve SFT"),
-        ("reward", "battery", {"scale": 0.3}, "battery.scale", "hardly anything to learn from"),
-        ("reward", "battery", {"scale": 3.1}, "battery.scale", "outliers"),
-        (
-            "reward",
-            "battery",
-            {"length_correlation_partial": -0.4},
-            "battery.length_correlation_partial",
-            "ppo.length_penalty",
-        ),
-        ("reward", "battery", {"worst_probe": 0.3}, "battery.worst_probe", "broken"),
-        ("reward", "battery", {"worst_flip": 0.21}, "battery.worst_flip", "their format"),
-        ("reward", "battery", {"worst_ending": 0.55}, "battery.worst_ending", "an ending"),
-        (
-            "reward",
-            "battery",
-            {"worst_mined": 0.55},
-            "battery.worst_mined",
-            "replay.pairs_per_exploit",
-        ),
-        (
-            "reward",
-            "battery",
-            {"best_of_n": {"rise_low": 0.0}},
-            "battery.best_of_n.rise_low",
-            "misled",
-        ),
-        (
-            "reward",
-            "battery",
-            {"apart_rise_low": 0.0},
-            "battery.apart_rise_low",
-            "lower reward.judge_share",
-        ),
-        (
-            "promote",
-            "replay",
-            {"regressed": 1},
-            "replay.regressed",
-            "rondo badcases list --state regressed",
-        ),
-        (
-            "promote",
-            "evaluate",
-            {"sft": EVALUATE["sft"] | {"eos_rate": 0.8}},
-            "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
-            "missing_eos",
-        ),
-        (
-            "promote",
-            "capability",
-            {"worst_fall": 0.11},
-            "capability.worst_fall",
-            "capability/metrics.json",
-        ),
-        ("promote", "evaluate", {"human_nll_rise": 1.1}, "evaluate.human_nll_rise", "forgotten"),
-        ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
-        (
-            "promote",
-            "evaluate",
-            {"win_rate_champion_low": 0.379},
-            "evaluate.win_rate_champion_low",
-            "prepare.max_eval_prompts",
-        ),
-        ("promote", "ppo", {"dangers": 1}, "ppo.dangers", "ppo/health.json"),
-        (
-            "promote",
-            "evaluate",
-            {"ppo": EVALUATE["ppo"] | {"kl_per_token": 0.61}},
-            "evaluate.ppo.kl_per_token",
-            "ppo.target_kl_per_token",
-        ),
-        (
-            "promote",
-            "evaluate",
-            {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}},
-            "evaluate.ppo.distinct_2",
-            "raise ppo.kl_coef",
-        ),
-        (
-            "promote",
-            "evaluate",
-            {"ppo": EVALUATE["ppo"] | {"repetition_3": 0.09}},
-            "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
-            "ppo.response_length",
-        ),
-    ],
-)
-def test_each_bad_number_fails_with_its_next_step(attempt, gate, stage, change, metric, next_step):
+# what is checked, and a value that fails it, of the whole or of a part of it
+FAILING = [
+    ("sft.loss_before - sft.loss_after", "sft.loss_after", 5.1),
+    ("sft.net_win_rate_low", None, -0.21),
+    ("sft.eos_rate_demonstrations - sft.eos_rate", "sft.eos_rate", 0.3),
+    ("sft.length_ratio", None, 0.4),
+    ("sft.length_ratio", None, 1.6),
+    ("sft.repetition_3 - sft.repetition_3_demonstrations", "sft.repetition_3", 0.2),
+    ("sft.memorised - sft.memorised_demonstrations", "sft.memorised", 0.07),
+    ("reward.accuracy_low", None, 0.79),
+    ("reward.margin", None, 0.4),
+    ("reward.accuracy - reward.baseline_longest", "reward.baseline_longest", 0.9),
+    ("reward.accuracy - reward.baseline_tfidf", "reward.baseline_tfidf", 0.89),
+    ("reward.ece", None, 0.2),
+    ("reward.reload_max_difference", None, 0.1),
+    ("battery.judge_accuracy_low", None, 0.5),
+    ("battery.judge_lead", None, -0.11),
+    ("battery.worst_slice", None, 0.6),
+    ("battery.worst_slice_low", None, 0.49),
+    ("battery.lineage_distance", None, 0.6),
+    ("battery.centre", None, -0.6),
+    ("battery.drift", None, -4.1),
+    ("battery.scale", None, 0.3),
+    ("battery.scale", None, 3.1),
+    ("battery.length_correlation_partial", None, -0.4),
+    ("battery.worst_probe", None, 0.3),
+    ("battery.worst_flip", None, 0.21),
+    ("battery.worst_ending", None, 0.55),
+    ("battery.worst_mined", None, 0.55),
+    ("battery.best_of_n.rise_low", None, 0.0),
+    ("battery.apart_rise_low", None, 0.0),
+    ("replay.regressed", None, 1),
+    ("evaluate.sft.eos_rate - evaluate.ppo.eos_rate", "evaluate.sft.eos_rate", 0.8),
+    ("capability.worst_fall", None, 0.11),
+    ("evaluate.human_nll_rise", None, 1.1),
+    ("evaluate.win_rate_low", None, 0.5),
+    ("evaluate.win_rate_champion_low", None, 0.379),
+    ("ppo.dangers", None, 1),
+    ("evaluate.ppo.kl_per_token", None, 0.61),
+    ("evaluate.ppo.distinct_2", None, 0.4),
+    ("evaluate.ppo.repetition_3 - evaluate.sft.repetition_3", "evaluate.ppo.repetition_3", 0.09),
+]
+
+
+@pytest.mark.parametrize(("metric", "part", "value"), FAILING)
+def test_each_bad_number_fails_with_its_next_step(attempt, metric, part, value):
+    gate, metrics = with_value(part or metric, value)
     with pytest.raises(GateFailed) as failed:
-        attempt(gate, changed(gate, stage, change))
-    assert metric in str(failed.value) and next_step in str(failed.value)
+        attempt(gate, metrics)
     verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
-    assert [check["metric"] for check in verdict["checks"] if not check["passed"]] == [metric]
+    [check] = [check for check in verdict["checks"] if not check["passed"]]
+    assert check["metric"] == metric
+    fixes = [one.fix.format(round="r0") for one in THRESHOLDS[gate] if one.metric == metric]
+    assert check["next_step"] in fixes
+    assert f"{format_check(check)}. Next: {check['next_step']}" in str(failed.value)
     assert not verdict["passed"] and not Path(f"gates/r0/{gate}.ok").exists()
 
 
 def test_every_threshold_has_a_failing_case_above():
-    [parametrize] = test_each_bad_number_fails_with_its_next_step.pytestmark
-    tested = {case[3] for case in parametrize.args[1]}
-    metrics = {threshold.metric for gate in THRESHOLDS.values() for threshold in gate}
-    assert metrics == tested
+    thresholds = [one.metric for gate in THRESHOLDS.values() for one in gate]
+    assert sorted(thresholds) == sorted(metric for metric, _, _ in FAILING)
 
 
 @pytest.mark.parametrize(
-    ("gate", "stage", "change"),
+    ("name", "value"),
     [
-        ("sft", "sft", {"loss_after": float("nan")}),
-        ("sft", "sft", {"loss_before": float("inf")}),
-        ("sft", "sft", {"net_win_rate_low": True}),
-        ("reward", "reward", {"accuracy_low": None}),
-        ("reward", "reward", {"baseline_tfidf": float("nan")}),
-        ("reward", "battery", {"best_of_n": {}}),
-        ("reward", "battery", {"worst_mined": float("nan")}),
-        ("promote", "evaluate", {"ppo": {}}),
-        ("promote", "evaluate", {"win_rate_champion_low": float("nan")}),
-        ("promote", "ppo", {"dangers": None}),
-        ("promote", "capability", {"worst_fall": float("nan")}),
-        ("promote", "evaluate", {"human_nll_rise": None}),
-        ("promote", "evaluate", {"sft": {}}),
-        ("promote", "evaluate", {"sft": 0.7}),
+        ("sft.loss_after", float("nan")),
+        ("sft.loss_before", float("inf")),
+        ("sft.net_win_rate_low", True),
+        ("reward.baseline_tfidf", float("nan")),
+        ("battery.best_of_n", {}),
+        ("battery.worst_mined", float("nan")),
+        ("evaluate.ppo", {}),
+        ("evaluate.sft", 0.7),
     ],
 )
-def test_missing_and_nan_never_pass(attempt, gate, stage, change):
+def test_missing_and_nan_never_pass(attempt, name, value):
     with pytest.raises(GateFailed, match="missing"):
-        attempt(gate, changed(gate, stage, change))
+        attempt(*with_value(name, value))
 
 
 def test_a_metric_that_may_be_unmeasured_may_not_be_left_out(attempt):
@@ -322,55 +205,30 @@ def test_a_metric_that_may_be_unmeasured_may_not_be_left_out(attempt):
         attempt("reward", METRICS["reward"] | {"battery": battery})
 
 
-@pytest.mark.parametrize(
-    ("gate", "stage", "name", "threshold"),
-    [
-        ("reward", "battery", "worst_slice", ">= 0.65"),
-        ("reward", "battery", "worst_slice_low", ">= 0.5"),
-        ("reward", "battery", "worst_flip", "<= 0.2"),
-        ("reward", "battery", "worst_mined", "<= 0.3"),
-        ("reward", "battery", "apart_rise_low", "> 0"),
-        ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
-        ("promote", "capability", "worst_fall", "<= 0.1"),
-    ],
-)
-def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
-    attempt, gate, stage, name, threshold
-):
-    verdict, may_continue = attempt(gate, changed(gate, stage, {name: None}))
-    assert may_continue and verdict["passed"]
-    line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
-    assert line["value"] is None
-    assert format_check(line) == f"{stage}.{name} not measured, wanted {threshold}"
-    assert line["next_step"] == ""
-
-
 MAY_BE_UNMEASURED = {
-    "sft.net_win_rate_low",
-    "battery.worst_slice",
-    "battery.worst_slice_low",
-    "battery.worst_flip",
-    "battery.worst_mined",
-    "battery.apart_rise_low",
-    "evaluate.win_rate_champion_low",
-    "capability.worst_fall",
+    "sft.net_win_rate_low": ">= -0.2",
+    "battery.worst_slice": ">= 0.65",
+    "battery.worst_slice_low": ">= 0.5",
+    "battery.worst_flip": "<= 0.2",
+    "battery.worst_mined": "<= 0.3",
+    "battery.apart_rise_low": "> 0",
+    "evaluate.win_rate_champion_low": ">= 0.38",
+    "capability.worst_fall": "<= 0.1",
 }
 
 
-@pytest.mark.parametrize(
-    ("gate", "metric"),
-    [(gate, threshold.metric) for gate in THRESHOLDS for threshold in THRESHOLDS[gate]],
-)
-def test_any_other_null_fails(attempt, gate, metric):
-    stage, *names, last = metric.split(" - ")[0].split(".")
-    metrics = deepcopy(METRICS[gate])
-    section = metrics[stage]
-    for name in names:
-        section = section[name]
-    section[last] = None
-    passes = metric in MAY_BE_UNMEASURED
-    with nullcontext() if passes else pytest.raises(GateFailed, match=f"{metric} missing"):
-        attempt(gate, metrics)
+@pytest.mark.parametrize("metric", sorted({metric for metric, _, _ in FAILING}))
+def test_a_metric_that_was_not_measured_is_reported_and_any_other_null_fails(attempt, metric):
+    gate, metrics = with_value(metric.split(" - ")[0], None)
+    if metric not in MAY_BE_UNMEASURED:
+        with pytest.raises(GateFailed, match=f"{metric} missing"):
+            attempt(gate, metrics)
+        return
+    verdict, may_continue = attempt(gate, metrics)
+    assert may_continue and verdict["passed"]
+    [line] = [check for check in verdict["checks"] if check["metric"] == metric]
+    assert (line["value"], line["next_step"]) == (None, "")
+    assert format_check(line) == f"{metric} not measured, wanted {MAY_BE_UNMEASURED[metric]}"
 
 
 def test_each_check_is_printed_and_recorded(attempt, capsys):
@@ -483,3 +341,12 @@ def test_the_process_ends_with_its_code_and_loads_no_torch(tmp_path, loss_after,
     assert done.returncode == code
     assert done.stdout.splitlines()[-1] == "False"
     assert ("GateFailed" in done.stderr) == (code == 3)
+
+
+def test_the_table_of_a_gate_has_a_line_per_threshold() -> None:
+    lines = markdown("reward", GatesParams()).split("\n")
+    assert lines[:2] == ["| metric | threshold | why | if it fails |", "|---|---|---|---|"]
+    assert len(lines) == 2 + len(THRESHOLDS["reward"])
+    [centre] = [one for one in THRESHOLDS["reward"] if one.metric == "battery.centre"]
+    cells = f"within +-0.5<br>`gates.reward.centre` | {centre.why} | {centre.fix}"
+    assert f"| `battery.centre` | {cells} |" in lines

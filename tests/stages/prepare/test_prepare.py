@@ -111,6 +111,7 @@ def test_tiny_data_have_each_text_on_one_side(tiny_params: MakeParams) -> None:
         row["completion"].startswith(" ") and len(row["prompt"].split()) == 4
         for row in rows_of("r0", "sft_train", "sft_eval")
     )
+    assert 2 * len(held_out) < len(train)
     counts = read("rounds/r0/prepare/metrics.json")
     assert counts["rows_read"] == 400 and counts["rows_bad"] == counts["replayed"] == 0
     assert {name: counts[name] for name in (*TRAIN, *EVAL)} == {

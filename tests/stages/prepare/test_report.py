@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 from typing import Any
 
-from stages.prepare.report import render_report
+from stages.prepare.audit import render_report
 
 LENGTHS = {
     unit: {"p5": 1.0, "p50": 2.5, "p95": 9.0, "max": 12, "mean": 3.1}

@@ -4,7 +4,6 @@ import pytest
 
 from stages.lib.core.types import Row
 from stages.lib.metrics.preference_baselines import (
-    longest_wins_accuracy,
     more_wins_accuracy,
     subsample,
     word_model,
@@ -18,7 +17,7 @@ def pair(chosen: str, rejected: str, prompt: str = "Say:") -> Row:
 
 def test_equal_texts_count_half() -> None:
     pairs = [pair("aaa", "b"), pair("a", "bb"), pair("a", "b"), pair("aa", "b")]
-    assert longest_wins_accuracy(pairs) == (1 + 0 + 0.5 + 1) / 4
+    assert more_wins_accuracy(pairs, len) == (1 + 0 + 0.5 + 1) / 4
     assert more_wins_accuracy(pairs, lambda text: text.count("b")) == (0 + 0 + 0 + 0) / 4
     assert more_wins_accuracy(pairs, lambda text: text.count("x")) == 0.5
 

@@ -7,14 +7,14 @@ from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.replay.badcases import Badcase
-from stages.replay.better_answers import (
+from stages.replay.sampler import Candidate, Sampler, sample_candidates
+from stages.replay.training_rows import (
     acceptable_answers,
     best_of,
     better_answers,
     fluent_nll,
     worth_imitating,
 )
-from stages.replay.sampler import Candidate, Sampler, sample_candidates
 
 REPLAY = ReplayParams()
 

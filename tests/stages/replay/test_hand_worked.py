@@ -18,7 +18,7 @@ from stages.lib.judging.lexicon import LexiconJudge
 from stages.replay.__main__ import main
 from stages.replay.badcases import Badcase, Cause
 from stages.replay.mining import BadcaseThresholds
-from stages.replay.progress import resample_and_retest
+from stages.replay.retest import resample_and_retest
 from stages.replay.sampler import Sampler
 
 GREAT, SAD = " was great.", " was sad."

@@ -4,7 +4,7 @@ import random
 
 from stages.lib.lm.responses import Response
 from stages.replay.inputs import last_third, needed_rollouts
-from stages.replay.policy_pairs import finished_responses
+from stages.replay.training_rows import finished_responses
 
 
 def rollout(number: int, prompt: str, update: int, finish_reason: str = "stop") -> dict:
@@ -27,6 +27,7 @@ def test_the_last_third_and_the_last_that_ended_of_each_prompt_are_kept():
     assert kept == [rows[2], rows[3], rows[4], rows[6], rows[7]]
     assert prompts == [rows[0], rows[3], rows[6]]
     assert needed_rollouts([], 2) == ([], [])
+    assert last_third(rows) == [rows[6]] and last_third([]) == []
 
 
 def test_replay_makes_the_same_of_them_as_of_all():

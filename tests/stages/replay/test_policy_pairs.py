@@ -3,7 +3,7 @@
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.lm.responses import Response
-from stages.replay.policy_pairs import finished_responses, policy_pairs
+from stages.replay.training_rows import finished_responses, policy_pairs
 
 
 def loudest() -> Jury:

@@ -15,11 +15,11 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
 from stages.lib.data.rollouts import RolloutLog
-from stages.lib.data.splits import dedupe_prompts, shuffled
+from stages.lib.data.splits import shuffled
 from stages.replay import __main__ as replay
 from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
-from stages.replay.inputs import last_third, read_inputs
+from stages.replay.inputs import read_inputs
 from stages.replay.sampler import Sampler
 from stages.replay.training_rows import demonstrations_of
 
@@ -266,28 +266,21 @@ def test_revised_responses_are_no_rows_of_people(make_round):
     assert read_inputs("r0", 2).human["sft"] == 18
 
 
-def test_a_revised_evaluation_prompt_is_refused(make_round):
+def test_evaluation_prompts_are_refused(make_round):
+    """Of training rows, revised responses and reports, whose rows would be trained on."""
     params = make_round("r0", 1.0)
+    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    add_user_rows("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
+    with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
+        main(params, "r0")
     write_jsonl(REVISED, [revised("our  MEETING", " was kind.")])
     with pytest.raises(BadInput, match="p-our  MEETING is evaluation prompt q-Our meeting"):
         main(params, "r0")
-    REVISED.unlink()
-    with pytest.raises(BadInput, match=r"revised\.jsonl is missing: run `dvc repro annotate@r0`"):
-        main(params, "r0")
-
-
-def test_an_evaluation_prompt_is_refused(make_round):
-    params = make_round("r0", 1.0)
-    path = Path("rounds/r0/prepare/data/prompts_train.jsonl")
-    write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
+    write_jsonl(prompts, [*read_jsonl(prompts, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
         main(params, "r0")
-
-
-def test_a_report_about_an_evaluation_prompt_is_refused(make_round):
-    params = make_round("r0", 1.0)
-    add_user_rows("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
-    with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
+    REVISED.unlink()
+    with pytest.raises(BadInput, match=r"revised\.jsonl is missing: run `dvc repro annotate@r0`"):
         main(params, "r0")
 
 
@@ -315,14 +308,6 @@ def test_added_prompts_that_may_not_be_trained_on_are_refused(make_round, prompt
     message = rf"badcases/r0.jsonl:2: its prompt is evaluation prompt {name}"
     with pytest.raises(BadInput, match=message):
         main(params, "r0")
-
-
-def test_rollouts_of_the_last_third_and_distinct_prompts():
-    rollouts = [{"update": n} for n in range(1, 10)]
-    assert [row["update"] for row in last_third(rollouts)] == [7, 8, 9]
-    assert last_third([]) == []
-    rows = [{"prompt": prompt, "id": n} for n, prompt in enumerate("aba", 1)]
-    assert dedupe_prompts(rows) == [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}]
 
 
 def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, adapter_and_whole):

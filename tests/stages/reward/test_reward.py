@@ -1,8 +1,10 @@
-"""The reward stage: margins in training, and the pairs of the judge."""
+"""The reward stage: margins in training, the pairs of the judge, calibration, hard negatives."""
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from stages.lib.core.errors import RondoError
 from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.scoring import RewardScorer
 from stages.reward.__main__ import main, split_judge_pairs
 from stages.reward.fit import fit, training_pairs
+from stages.reward.hard_negatives import SIGNS, SMILEYS, hard_negatives
+from stages.reward.saving import set_calibration
 from tests.paths import ROOT
 
 ROWS = [{"margin": 2.0}, {}]
@@ -123,3 +128,78 @@ def test_scores_are_centred_on_a_sample_of_held_out_demonstrations(
     assert scores.mean().item() == pytest.approx(0.0, abs=0.12)
     assert scores.std().item() == pytest.approx(1.0, abs=0.12)
     assert abs(scores[:256].mean().item()) > 0.2
+
+
+def test_calibration_is_the_mean_and_the_standard_deviation_of_a_sample() -> None:
+    model = set_calibration(SimpleNamespace(config=SimpleNamespace()), torch.tensor([1.0, 3.0]))
+    assert (model.config.mean, model.config.std) == (2.0, pytest.approx(math.sqrt(2)))
+
+
+@pytest.mark.parametrize("scores", [[0.0, 0.0], [1.0, math.nan], [1.0, math.inf]])
+def test_scores_that_are_equal_or_not_finite_are_a_diverged_model(scores: list[float]) -> None:
+    model = SimpleNamespace(config=SimpleNamespace())
+    with pytest.raises(RondoError, match=r"diverged: .* 2 held-out .*; lower reward\.learning"):
+        set_calibration(model, torch.tensor(scores))
+
+
+PAIRS = [
+    {
+        "id": f"p{n}",
+        "prompt": "It",
+        "chosen": f" is a fine day, number {n}!",
+        "rejected": f" was a bad day, number {n}.",
+        "source": "people",
+    }
+    for n in range(60)
+]
+
+
+def test_kinds_come_in_turn_and_the_chosen_text_stays():
+    rows = hard_negatives(PAIRS, 0.55, seed=1)
+    assert len(rows) == 33
+    kinds = Counter(row["id"].split("-")[1] for row in rows)
+    assert kinds == {
+        "bought_word": 12,
+        "decorated": 6,
+        "borrowed_ending": 3,
+        "word_salad": 3,
+        "repeated_word": 3,
+        "truncated": 3,
+        "empty": 3,
+    }
+    for row in rows:
+        pair_id, kind = row["id"].split("-")
+        pair = PAIRS[int(pair_id[1:])]
+        assert (row["prompt"], row["chosen"]) == ("It", pair["chosen"])
+        assert row["source"] == "hard_negative"
+        rejected, words = row["rejected"], row["rejected"].split()
+        starts_as_before = rejected.startswith(pair["rejected"])
+        added = rejected.removeprefix(pair["rejected"])
+        expected = {
+            # these two words are in chosen texts alone
+            "bought_word": starts_as_before and added.strip(" .!").casefold() in ("is", "fine"),
+            "decorated": starts_as_before and added in {f" {sign}" for sign in (*SMILEYS, *SIGNS)},
+            "borrowed_ending": starts_as_before and rejected.endswith("!"),
+            "word_salad": sorted(words) == sorted(row["chosen"].split())
+            and rejected != row["chosen"],
+            "repeated_word": rejected in (" fine" * 6, " is" * 6),
+            "truncated": rejected == " is a fine",
+            "empty": rejected == "",
+        }
+        assert expected[kind], row
+
+
+def test_equal_seeds_give_equal_rows_and_no_pairs_give_none():
+    rows = hard_negatives(PAIRS, 0.2, seed=3)
+    assert rows == hard_negatives(PAIRS, 0.2, seed=3) != hard_negatives(PAIRS, 0.2, seed=4)
+    assert hard_negatives(PAIRS, 0.0, seed=0) == [] == hard_negatives([], 0.5, seed=0)
+
+
+def test_a_kind_that_changes_nothing_gives_no_row():
+    no_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 11
+    assert {row["id"] for row in hard_negatives(no_word, 1.0, seed=0)} == {
+        "a-borrowed_ending",
+        "a-decorated",
+        "a-truncated",
+        "a-empty",
+    }

@@ -15,14 +15,16 @@ from stages.lib.core import hub
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params import check_params
 from stages.lib.core.params.data import SourceParams
-from stages.prepare.sources import read_hub
+from stages.prepare.sources import read_source
 
 NOWHERE = "http://127.0.0.1:9"
 PARAMS = check_params({"assets": {"model": "org/mine@main", "data": "org/mine@main"}}, "test")
 CALLS = {
     "assets.model org/mine@main": lambda folder: write_model(PARAMS, folder),
     "assets.data org/mine@main": lambda folder: write_data(PARAMS, folder),
-    "prepare.sources: org/mine@main": lambda _: read_hub(SourceParams(path="org/mine@main")),
+    "prepare.sources org/mine@main": lambda _: read_source(
+        SourceParams(path="org/mine@main"), None
+    ),
 }
 
 
@@ -106,8 +108,9 @@ def test_a_split_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(BadInput, match="does not give split nope"):
-        read_hub(SourceParams(path=str(tmp_path / "data"), split="nope"))
+    folder = str(tmp_path / "data")
+    with pytest.raises(BadInput, match=r"^prepare\.sources .*/data: no split nope \("):
+        hub.load_data_set(folder, "prepare.sources", "no split nope", split="nope")
 
 
 def test_an_invalid_name(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_a_missing_folder_is_never_a_name_of_the_hub(hub_at, status_server, tmp_
     for call in (
         lambda: write_model(params, tmp_path),
         lambda: write_data(params, tmp_path),
-        lambda: read_hub(SourceParams(path="data/mine")),
+        lambda: read_source(SourceParams(path="data/mine"), None),
     ):
         with pytest.raises(BadInput, match="no such file or folder here; for the hub, add the com"):
             call()

@@ -1,14 +1,21 @@
 """A language model as judge, with a real server on loopback for the chat completions protocol."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.params import check_params
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.judging.answer_cache import Answer
-from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.chat import Answer, AnswerCache
+from stages.lib.judging.endpoint import (
+    EndpointJudge,
+    answer_format,
+    majority_preference,
+    parse_verdict,
+)
 from stages.lib.judging.pairwise import (
     Comparison,
     Preference,
@@ -16,18 +23,17 @@ from stages.lib.judging.pairwise import (
     Verdict,
     judge_both_orders,
 )
+from tests.stages.judges import compared_texts, prefers
 
 KEY = "sk-very-secret"
-SAY_A, SAY_B, SAY_TIE = (f'{{"reason": "so", "preference": "{it}"}}' for it in ("A", "B", "tie"))
+SAY_A, SAY_B = prefers(1, 0), prefers(0, 1)
 PAIR = Comparison("The day", " was good.", " was bad.")
 
 
 def likes_good(request: dict) -> str:
     """Prefers the response with the word good, in either position."""
-    a, b = re.findall(
-        r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
-    )
-    return SAY_TIE if ("good" in a) == ("good" in b) else SAY_A if "good" in a else SAY_B
+    a, b = compared_texts(request)
+    return prefers("good" in a, "good" in b)
 
 
 def allow_key(server: str) -> None:
@@ -243,21 +249,27 @@ def test_a_key_goes_to_no_server_that_the_project_does_not_list(endpoint, chat_s
     assert not any(KEY in key for key in chat_server.keys)
 
 
-def test_a_missing_model(endpoint, chat_server):
-    chat_server.answer = lambda _: (404, "no model wise")
-    with pytest.raises(
-        BadInput, match=r"annotate\.endpoint\.model wise: .*no model wise.*/v1/models"
-    ):
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (
+            404,
+            BadInput,
+            r"model wise: .*not now.*/v1/models; .*annotate\.endpoint\.base_url lacks its /v1",
+        ),
+        (400, BadInput, r"model wise: .*rejects the request .*not now"),
+        (429, Unreachable, "base_url http.*not now"),
+        (503, Unreachable, "base_url http.*not now"),
+        (418, RondoError, "base_url http.*not now"),
+    ],
+)
+def test_an_error_of_the_server_has_a_type_and_a_next_step(
+    endpoint, chat_server, status, kind, message
+):
+    chat_server.answer = lambda _: (status, "not now")
+    with pytest.raises(RondoError, match=rf"annotate\.endpoint\.{message}") as raised:
         endpoint().compare([PAIR])
-
-
-def test_a_request_that_the_model_rejects(endpoint, chat_server):
-    chat_server.answer = lambda _: (400, "4096 tokens at most")
-    with pytest.raises(
-        BadInput,
-        match=r"annotate\.endpoint\.model wise: .*rejects the request .*4096 tokens at most",
-    ):
-        endpoint().compare([PAIR])
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize("body", [b"{not json", b"{}", b"[]", b'{"choices": [{"message": null}]}'])
@@ -290,16 +302,6 @@ def test_a_request_to_a_busy_server_is_repeated(endpoint, chat_server):
     assert endpoint(max_retries=1).compare([PAIR]) == [Verdict(Preference.a)]
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"), [(429, Unreachable), (503, Unreachable), (418, RondoError)]
-)
-def test_temporary_and_permanent_errors(endpoint, chat_server, status, kind):
-    chat_server.answer = lambda _: (status, "not now")
-    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*not now") as raised:
-        endpoint().compare([PAIR])
-    assert type(raised.value) is kind
-
-
 def test_no_server(endpoint):
     with pytest.raises(
         Unreachable,
@@ -313,9 +315,7 @@ def test_several_dimensions_in_both_orders(endpoint, chat_server):
     """Prefers the longer one as thorough and the first one as kind; all are equally true."""
 
     def answer(request: dict) -> str:
-        a, b = re.findall(
-            r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
-        )
+        a, b = compared_texts(request)
         longer = "A" if len(a) > len(b) else "B"
         return f'{{"reason": "so", "thorough": "{longer}", "kind": "A", "true": "tie"}}'
 
@@ -357,8 +357,69 @@ def test_a_message_names_its_endpoint(chat_server, tmp_path):
         EndpointJudge(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
 
 
-def test_an_address_without_v1(endpoint, chat_server):
-    with pytest.raises(
-        BadInput, match=r"may also be that annotate\.endpoint\.base_url lacks its /v1"
-    ):
-        endpoint(base_url=chat_server.url.removesuffix("/v1")).compare([PAIR])
+def test_the_first_answer_is_kept_and_can_be_read_again(tmp_path: Path) -> None:
+    first, other = AnswerCache(tmp_path / "cache"), AnswerCache(tmp_path / "cache")
+    assert first.get("question") is None
+    assert first.put("question", Answer("A", 100, 10)) == Answer("A", 100, 10)
+    assert other.put("question", Answer("B", 90, 9)) == Answer("A", 100, 10)
+    assert AnswerCache(tmp_path / "cache").get("question") == Answer("A", 100, 10)
+
+
+def test_threads_that_answer_at_once_agree(tmp_path: Path) -> None:
+    answers = AnswerCache(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        kept = list(
+            pool.map(lambda number: answers.put("question", Answer(str(number), 1, 1)), range(40))
+        )
+    assert len(set(kept)) == 1
+
+
+A, B, TIE = Preference.a, Preference.b, Preference.tie
+TWO = {"kind": "Kinder.", "true": "Truer."}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
+)
+def test_one_preference(text, expected):
+    assert parse_verdict(text, "Be fair.") == Verdict(expected)
+
+
+def test_one_preference_per_dimension():
+    assert parse_verdict('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
+        B, None, {"kind": B, "true": TIE}
+    )
+    assert (
+        answer_format(TWO)
+        == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
+    )
+
+
+@pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
+def test_unreadable_answers(text):
+    with pytest.raises(ValueError):
+        parse_verdict(text, "Be fair.")
+
+
+def test_a_missing_dimension_is_named():
+    with pytest.raises(ValueError, match="true: expected A, B or tie, and it says None"):
+        parse_verdict('{"kind": "A"}', TWO)
+
+
+@pytest.mark.parametrize(
+    ("preferences", "expected"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
+)
+def test_the_majority_of_dimensions_decides(preferences, expected):
+    assert majority_preference(dict(enumerate(preferences))) is expected
+
+
+@pytest.mark.parametrize("name", ["Kind", "very kind", "", "reason"])
+def test_a_dimension_needs_a_valid_metric_name(name):
+    with pytest.raises(BadInput, match=r"annotate\.endpoint\.rubric"):
+        check_params({"annotate": {"endpoint": {"rubric": {name: "x"}}}}, "test")
+
+
+def test_no_dimension_at_all_is_refused():
+    with pytest.raises(BadInput, match="one dimension at least"):
+        check_params({"annotate": {"endpoint": {"rubric": {}}}}, "test")

@@ -1,6 +1,7 @@
-"""Several judges and their common verdict."""
+"""Several judges; agreement (Cohen's kappa and Wilson's interval by hand) and ranking."""
 
 import shutil
+from math import sqrt
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,17 @@ from transformers import AutoTokenizer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging.fluency import garbledness
-from stages.lib.judging.jury import Jury
+from stages.lib.judging.jury import (
+    Jury,
+    all_pairs,
+    best_and_worst,
+    between_orders,
+    copeland_scores,
+    human_agreement,
+)
 from stages.lib.judging.loading import base_model, load_jury
-from stages.lib.judging.pairwise import JURY, Comparison
-from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.judging.pairwise import JURY, Comparison, Preference, TwoOrderVerdict, Verdict
+from stages.lib.judging.pointwise import PointwiseJudge, garbledness
 from stages.lib.lm.scoring import RewardScorer
 
 QUESTIONS = [
@@ -160,3 +167,132 @@ def test_an_endpoint_must_be_described():
     with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is listed more than once"):
         check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
     assert metric_name("models/other rm") == "models_other_rm"
+
+
+A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, Preference.tie))
+
+
+def test_between_orders():
+    """First order A A A B B tie, second A A B B A tie: 4 of 6 equal; by chance 3/6 3/6 + 2/6 2/6 +
+    1/6 1/6 = 14/36.
+    """
+    orders = [(A, A), (A, A), (A, B), (B, B), (B, A), (TIE, TIE)]
+    result = between_orders(
+        [
+            *(TwoOrderVerdict(*order) for order in orders),
+            TwoOrderVerdict(A, None),
+            TwoOrderVerdict(None, None),
+        ]
+    )
+    assert result["position_consistency"] == pytest.approx(4 / 6)
+    assert result["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
+
+
+def test_a_judge_that_always_answers_a_never_agrees_with_itself():
+    # the second verdict is converted back to the first order
+    result = between_orders([TwoOrderVerdict(A, B)] * 5)
+    assert result == {"position_consistency": 0.0, "kappa": 0.0}
+
+
+def test_kappa_is_undefined_if_all_answers_are_the_same():
+    assert between_orders([TwoOrderVerdict(TIE, TIE)] * 3) == {
+        "position_consistency": 1.0,
+        "kappa": None,
+    }
+    assert between_orders([TwoOrderVerdict(A, None)]) == {
+        "position_consistency": None,
+        "kappa": None,
+    }
+
+
+def test_agreement_with_people():
+    """People chose A: correct in 3 of 4 decided comparisons; the others are a tie, a preference
+    that changes with the order, and an unreadable answer.
+    """
+    result = human_agreement(
+        [
+            *[TwoOrderVerdict(A, A)] * 3,
+            TwoOrderVerdict(B, B),
+            TwoOrderVerdict(TIE, TIE),
+            TwoOrderVerdict(A, B),
+            TwoOrderVerdict(None, A),
+        ]
+    )
+    z, n, p = 1.96, 4, 0.75
+    centre, half = (
+        (p + z**2 / 8) / (1 + z**2 / n),
+        z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n),
+    )
+    assert result == {
+        "rate": 0.75,
+        "low": pytest.approx(centre - half, abs=1e-4),
+        "high": pytest.approx(centre + half, abs=1e-4),
+        "pairs": 4,
+        "ties": 2,
+        "unparsable": 1,
+    }
+    assert human_agreement([TwoOrderVerdict(TIE, TIE)]) == {
+        "rate": None,
+        "low": None,
+        "high": None,
+        "pairs": 0,
+        "ties": 1,
+        "unparsable": 0,
+    }
+
+
+def test_every_response_is_paired_with_every_other():
+    assert all_pairs(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert all_pairs(1) == []
+
+
+@pytest.mark.parametrize(
+    ("votes", "scores"),
+    [
+        # 2 beats all others, 0 beats 1 and 3, 3 beats 1
+        ([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 3.0, 1.0]),
+        # all tie: half a point for each of three
+        ([0.5] * 6, [1.5, 1.5, 1.5, 1.5]),
+        # 0 beats 1 and 2 and ties with 3, 1 beats 2 and 3, 2 beats 3
+        ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], [2.5, 2.0, 1.0, 0.5]),
+    ],
+)
+def test_scores_of_four_responses(votes, scores):
+    assert copeland_scores(4, dict(zip(all_pairs(4), votes, strict=True))) == scores
+
+
+def test_a_cycle_scores_all_equal():
+    # 0 beats 1, 1 beats 2, 2 beats 0
+    assert copeland_scores(3, {(0, 1): 1.0, (0, 2): 0.0, (1, 2): 1.0}) == [1.0, 1.0, 1.0]
+
+
+def test_one_response_has_no_points():
+    assert copeland_scores(1, {}) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("votes", "scores", "pair"),
+    [
+        # 2 beats all, 0 beats 1 and 3, 3 beats 1
+        ([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 3.0, 1.0], (2, 1)),
+        # all tie
+        ([0.5] * 6, [1.5, 1.5, 1.5, 1.5], None),
+        # only 0 beats 1: it leads by one point; the others tie
+        ([1.0, 0.5, 0.5, 0.5, 0.5, 0.5], [2.0, 1.0, 1.5, 1.5], (0, 1)),
+        # the best (0) and the worst (3) tied with each other; of the comparisons with a winner,
+        # 0 over 2 is the first with a lead of 1.5
+        ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], [2.5, 2.0, 1.0, 0.5], (0, 2)),
+        # 3 beats 0, which has as many points
+        ([1.0, 1.0, 0.0, 1.0, 0.5, 0.5], [2.0, 1.5, 0.5, 2.0], (0, 2)),
+    ],
+)
+def test_best_and_worst_of_four(votes, scores, pair):
+    votes_by_pair = dict(zip(all_pairs(4), votes, strict=True))
+    assert copeland_scores(4, votes_by_pair) == scores
+    assert best_and_worst(scores, votes_by_pair) == pair
+
+
+def test_a_cycle_has_no_best():
+    # 0 beats 1, 2 beats 0, 1 beats 2
+    assert best_and_worst([1.0, 1.0, 1.0], {(0, 1): 1.0, (0, 2): 0.0, (1, 2): 1.0}) is None
+    assert best_and_worst([0.0], {}) is None

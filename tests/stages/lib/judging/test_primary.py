@@ -16,14 +16,15 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.core.rows import SIDES
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import INPUTS
+from stages.lib.judging.lexicon import lexicon
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.metrics.sentiment import lexicon
 from stages.lib.metrics.stats import partial_correlation
 from stages.ppo.__main__ import main as ppo
 from stages.replay.__main__ import main as replay
 from stages.sft.__main__ import main as sft
+from tests.stages.judges import compared_texts, prefers
 
 VOWELS = """def count(prompts, responses):
     return [float(sum(letter in "aeiou" for letter in response)) for response in responses]
@@ -121,9 +122,8 @@ def test_a_language_model_as_the_only_judge(make_round, chat_server, monkeypatch
     remove_lexicon(monkeypatch)
 
     def answer(request):
-        first, second = request["messages"][1]["content"].split("<response_B>")
-        longer = len(first.split("<response_A>")[1]) > len(second)
-        return f'{{"preference": "{"A" if longer else "B"}"}}'
+        a, b = compared_texts(request)
+        return prefers(len(a) > len(b), len(a) <= len(b))
 
     chat_server.answer = answer
     annotate = {"endpoint": {"base_url": chat_server.url, "model": "long"}}

@@ -1,0 +1,83 @@
+"""What the SFT stage records for later stages, and its statistics, counted by hand."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from stages.lib.core.files import read_json
+from stages.lib.lm.responses import Response
+from stages.lib.lm.saving import saved_weights_hash
+from stages.ppo.common.reference import check_reference_files
+from stages.sft.__main__ import VerbatimIndex, compare_with_demonstrations, main
+
+
+def test_the_manifest_has_the_hash_of_the_weights_and_the_model_its_end_tokens(
+    make_round: Any,
+) -> None:
+    params = make_round("r0", 1.0)
+    sft, base = Path("rounds/r0/sft"), Path("assets/model")
+    shutil.rmtree(sft)
+    shutil.copytree(base.resolve(), copy := Path("copy"))
+    base.unlink()
+    copy.rename(base)
+    eos = AutoTokenizer.from_pretrained(base).eos_token_id
+    GenerationConfig(eos_token_id=[eos, 9]).save_pretrained(base)
+    params.sft = params.sft.model_copy(update={"max_steps": 1, "samples_per_prompt": 1})
+    main(params, "r0")
+    assert read_json(sft / "manifest.json", "")["weights"] == saved_weights_hash(sft / "model")
+    check_reference_files(sft)
+    ends = GenerationConfig.from_pretrained(sft / "model").eos_token_id
+    assert set(ends) == {eos, 9}  # type: ignore[arg-type]
+
+
+DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a quick brown fox sat", 0),  # three in a row: below the shortest run that counts
+        ("so The Quick Brown Fox sat", 4),  # case aside
+        ("lazy dog and runs away now", 5),
+        (DEMONSTRATION, 12),
+        # the longer one of two runs
+        ("quick brown fox jumps and then over the lazy dog and runs", 6),
+        ("", 0),
+    ],
+)
+def test_longest_run_copied(text, words):
+    assert VerbatimIndex(["nothing of the kind", DEMONSTRATION]).longest(text) == words
+
+
+def test_a_run_does_not_continue_into_the_next_text():
+    index = VerbatimIndex(["one two three four", "five six seven eight"])
+    assert index.longest("one two three four five six seven eight") == 4
+
+
+def test_compare():
+    responses = [
+        Response([], [1] * 24, "no no no no no", False),
+        Response([], [1] * 12, DEMONSTRATION, True),
+        Response([], [1] * 2, "well done", True),
+        Response([], [1] * 2, "it is fine", False),
+    ]
+    demonstrations = [
+        Response([], [1] * 4, "all is well", True),
+        Response([], [1] * 6, "see: the quick brown fox jumps over the lazy dog", True),
+    ]
+    metrics = compare_with_demonstrations(responses, demonstrations, [DEMONSTRATION])
+    assert metrics == {
+        "eos_rate": 0.5,
+        "eos_rate_demonstrations": 1.0,
+        "length": 10.0,
+        "length_ratio": 2.0,
+        # two of three 3-grams of "no no no no no" repeat an earlier one
+        "repetition_3": pytest.approx((2 / 3) / 4),
+        "repetition_3_demonstrations": 0.0,
+        "memorised": 0.25,
+        "memorised_demonstrations": 0.5,  # nine words
+        "memorised_words": 12,
+    }
