@@ -88,28 +88,15 @@ def open_repo() -> Iterator[Any]:
         raise BadInput(f"dvc: {': '.join(causes)}") from None
 
 
-def stages_of(repo: Any) -> Any:
-    """DVC's index of the stages of dvc.yaml, without data of the user that DVC tracks."""
+def _index_and_graph(repo: Any) -> tuple[Any, Any]:
+    """DVC's index of the stages of dvc.yaml, without data of the user that DVC tracks; and a
+    networkx graph of their addresses, with an edge from each stage to those that depend on it.
+    """
+    import networkx
     from dvc.repo.index import Index
 
-    return Index.from_file(repo, "dvc.yaml")
-
-
-def order_graph(index: Any) -> Any:
-    """A networkx graph of addresses, with an edge from each stage to those that depend on it."""
-    import networkx
-
-    return networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
-
-
-def changes(index: Any, rounds: Collection[str]) -> dict[str, Any]:
-    """What `dvc status` reports of the stages of some rounds, by address; without INPUTS."""
-    by_address: dict[str, Any] = {}
-    for stage in index.stages:
-        if split_address(stage.addressing)[1] in ("", *rounds):
-            by_address |= stage.status(check_updates=True)
-    by_address.pop(INPUTS, None)
-    return by_address
+    index = Index.from_file(repo, "dvc.yaml")
+    return index, networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
 
 
 def stage_order(rounds: list[str]) -> list[str]:
@@ -118,26 +105,20 @@ def stage_order(rounds: list[str]) -> list[str]:
     Independent stages are sorted by round, then by their order in dvc.yaml.
     """
     with open_repo() as repo:
-        graph = order_graph(stages_of(repo))
-    return _in_order(graph, rounds)
+        return _in_order(_index_and_graph(repo)[1], rounds)
 
 
 def _in_order(graph: Any, rounds: list[str]) -> list[str]:
     import networkx
 
     listed = list(read_yaml(Path("dvc.yaml"), "correct it")["stages"])
-    known_rounds = ["", *rounds]  # `assets` has the round ``
-
-    def sort_key(address: str) -> tuple[int, int]:
-        stage, round_ = split_address(address)
-        return known_rounds.index(round_), listed.index(stage)
-
-    subgraph = graph.subgraph(
-        address
+    keys = {
+        address: (["", *rounds].index(round_), listed.index(stage))  # `assets` has the round ``
         for address in graph
-        if address != INPUTS and split_address(address)[1] in known_rounds
-    )
-    return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
+        for stage, round_ in [split_address(address)]
+        if address != INPUTS and round_ in ("", *rounds)
+    }
+    return list(networkx.lexicographical_topological_sort(graph.subgraph(keys), keys.__getitem__))
 
 
 def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
@@ -153,10 +134,16 @@ def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
 
 
 def graph_and_changes(rounds: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """`order_graph` and `changes`, for which DVC reads dvc.yaml and dvc.lock once."""
+    """The graph of all stages, and what `dvc status` reports of those of some rounds, by address;
+    without INPUTS.
+    """
+    by_address: dict[str, Any] = {}
     with open_repo() as repo, repo.lock:
-        index = stages_of(repo)
-        return order_graph(index), changes(index, rounds)
+        index, graph = _index_and_graph(repo)
+        for stage in index.stages:
+            if stage.addressing != INPUTS and split_address(stage.addressing)[1] in ("", *rounds):
+                by_address |= stage.status(check_updates=True)
+    return graph, by_address
 
 
 def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
@@ -173,11 +160,7 @@ def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[
 def up_to_date(address: str) -> bool:
     """Whether `dvc status` reports no change of a stage."""
     with open_repo() as repo:
-        return _is_unchanged(repo, address)
-
-
-def _is_unchanged(repo: Any, address: str) -> bool:
-    return address not in repo.status(targets=[address])
+        return address not in repo.status(targets=[address])
 
 
 # By default glibc returns a freed tensor to the kernel, which then clears the pages of the next
@@ -224,7 +207,6 @@ def stage_environment() -> dict[str, str]:
 def run(
     address: str,
     on_line: Callable[[str], None],
-    force: bool = False,
     around: AbstractContextManager[object] | None = None,
 ) -> Outcome:
     """Bring one stage up to date with `dvc repro --single-item`.
@@ -233,7 +215,6 @@ def run(
         address: DVC's name of the stage, e.g. `sft@r0`.
         on_line: is called with each line of the stage's output, as it is printed, and with lines
             about what DVC does if nothing was printed for QUIET_SECONDS; then from another thread.
-        force: run the stage even if nothing has changed.
         around: is entered while DVC runs or restores the stage, but not if the stage is unchanged.
 
     Returns:
@@ -252,9 +233,10 @@ def run(
         <Outcome.ran: 'ran'>
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
-        with open_repo() as repo:
-            remove_temporaries(repo, address)
-            if not force and _is_unchanged(repo, address):
+        with open_repo() as repo, repo.lock:
+            (stage,) = repo.stage.collect(address)
+            remove_temporaries(stage)
+            if not stage.status(check_updates=True):
                 return Outcome.unchanged
             repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
@@ -272,10 +254,9 @@ def run(
                 on_line(line)
                 reporter.printed()
 
-        flags = ["--single-item", *(["--force"] if force else [])]
         # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold
         # the lock for longer, and the outputs of a stage that cannot be recorded are lost.
-        command = ["dvc", "--wait-for-lock", "repro", *flags, address]
+        command = ["dvc", "--wait-for-lock", "repro", "--single-item", address]
         with around or nullcontext(), keep_other_stages(address):
             code = stream(command, sort_line)
             if was_killed(code):
@@ -356,20 +337,19 @@ def _other_stages(text: str, address: str) -> dict[str, Any] | None:
         return None
 
 
-def remove_temporaries(repo: Any, address: str) -> None:
+def remove_temporaries(stage: Any) -> None:
     """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
     the names that `replacing` and DVC give them until they are complete.
 
     Also of an unchanged stage, since `dvc repro` by hand removes none. Other commands write beside
     outputs, e.g. into reports/: their files stay.
     """
-    stage, round_ = split_address(address)
-    for folder in (stage_dir(round_, stage), work_dir(round_, stage)):
+    name, round_ = split_address(stage.addressing)
+    for folder in (stage_dir(round_, name), work_dir(round_, name)):
         for path in folder.rglob(".*.tmp"):
             if path.is_file():
                 path.unlink()
-    (made,) = repo.stage.collect(address)
-    for output in (Path(out.fs_path) for out in made.outs):
+    for output in (Path(out.fs_path) for out in stage.outs):
         remove_unfinished(output)
         for path in output.parent.glob(".*.tmp"):
             if DVC_TEMPORARY.fullmatch(path.name):
