@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
 
 from flows.core.services import HOST, MLFLOW_DATABASE, is_up, sqlite_uri
 from flows.tracking.records import HEALTH
@@ -93,16 +93,16 @@ class Ui:
         expect(self.page.get_by_text("-1 is less than the minimum of 0").first).to_be_visible()
         shot(self.page, "form")
         self.fill(1, settings)
-        return str(self.submit()["id"])
+        return str(self.submit().json()["id"])
 
-    def submit(self, within: Page | Locator | None = None, status: int = 201) -> Any:
+    def submit(self, within: Page | Locator | None = None, status: int = 201) -> Response:
         """Click Submit (of the page, or of what is given); the server's answer has this status."""
         button = (within or self.page).get_by_role("button", name="Submit")
         with self.page.expect_response(lambda answer: bool(CHANGES.search(answer.url))) as caught:
             button.click()
         answer = caught.value
         assert answer.status == status, f"{answer.url}: {answer.status} {answer.text()}"
-        return answer.json()
+        return answer
 
     def open_run(self, run: str) -> None:
         self.page.goto(f"{self.address}/runs/flow-run/{run}")
@@ -157,6 +157,7 @@ def look_at_the_report(page: Page, report: Path, text: str) -> None:
     """It asks the network for nothing, and its script, if any, has no error."""
     requested_urls: list[str] = []
     errors: list[str] = []
+    page.goto("about:blank")  # the page before may still ask for something
     page.on("request", lambda sent: requested_urls.append(sent.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(report.as_uri())

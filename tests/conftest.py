@@ -39,6 +39,12 @@ for signal_number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signal_number) == signal.SIG_IGN:
         signal.signal(signal_number, signal.SIG_DFL)
 
+MAKE_TABLES = """
+import pathlib, sys
+from flows.core.databases import make_database
+from flows.orchestration.prefect_server import make_tables
+make_database(pathlib.Path(sys.argv[1]), make_tables)
+"""
 TINY = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -114,9 +120,9 @@ def prefect_tables(built_once: Callable[..., Path]) -> Path:
     """Prefect's tables without a flow run; they take seconds too."""
 
     def build(folder: Path) -> None:
-        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+        command = [sys.executable, "-c", MAKE_TABLES, folder / "prefect/prefect.db"]
         environment = os.environ | prefect_environment(folder)
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
     return built_once("prefect_tables", build) / "prefect/prefect.db"
 

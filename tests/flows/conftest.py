@@ -259,19 +259,11 @@ def api(tmp_path_factory: pytest.TempPathFactory, prefect_tables: Path) -> Itera
     port, home = free_port(), tmp_path_factory.mktemp("prefect")
     environment = os.environ | prefect_environment(home)
     shutil.copy(prefect_tables, home / "prefect")
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
+    command = [sys.executable, "-m", "flows.orchestration.prefect_server", port]
     with open(os.devnull, "w") as nowhere:
-        server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=nowhere, stderr=nowhere
+        )
     try:
         until(lambda: is_up(f"http://127.0.0.1:{port}/api/health"), 300)
         yield f"http://127.0.0.1:{port}/api"

@@ -279,7 +279,7 @@ def a_gate_that_asks(
 def pages_of_a_run(project: Path, ui: Ui, run: str) -> None:
     """Its artifacts, a picture, and its report: in MLflow, and as a file."""
     shown = {
-        "samples-sft-r0": "Hi",
+        "samples-sft-r0": "Human: Hi",
         "gate-sft-r0": "loss_before",
         "progress-sft-r0": "sft@r0: done",
     }
