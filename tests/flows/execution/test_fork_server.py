@@ -145,7 +145,7 @@ def test_nothing_outlives_a_killed_client(python, job):
 def test_children_of_a_module_end_with_it(python, job):
     """A child that stayed would keep the output open, and its reader waiting."""
     code = (
-        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {}"
+        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); {}"
     )
     for last_statement, exit_code in (("", 0), ("os.abort()", 134)):
         done = run_job(python, job(code.format(last_statement)), timeout=120)
