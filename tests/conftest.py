@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,18 +26,25 @@ SLOWEST = (  # the slowest first
     "test_up.py",
     "test_end_to_end.py",
     "test_pipeline.py",
-    "test_ui.py",
     "test_interrupts.py",
     "test_reward_defects.py",
 )
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests start need one
+# DVC would look at the files of all imported modules, and send what it was called for
+os.environ.setdefault("DVC_NO_ANALYTICS", "true")
 # A runner in the background, e.g. of `nohup`, ignores these signals, and so would the programs that
 # tests start and then send them to.
 for signal_number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signal_number) == signal.SIG_IGN:
         signal.signal(signal_number, signal.SIG_DFL)
 
+MAKE_TABLES = """
+import pathlib, sys
+from flows.core.databases import make_database
+from flows.orchestration.prefect_server import make_tables
+make_database(pathlib.Path(sys.argv[1]), make_tables)
+"""
 TINY = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -86,15 +92,9 @@ def forking_python() -> Iterator[str]:
     """The stand-in for the interpreter of a fork server that all tests of a worker share: it
     imports torch and TRL once, so that a process starts in 0.1 s and not in 5 to 9 s.
     """
-    with TemporaryDirectory(prefix="rondo-") as folder:
-        folders = f"{ROOT / 'tests/faults/killed'}:{ROOT}"
-        server = fork_server.start(Path(folder), {"PYTHONPATH": folders})
-        if server is None:  # not on Linux
-            yield sys.executable
-            return
-        yield str(Path(folder, "python"))
-        server.kill()
-        server.communicate()
+    folders = f"{ROOT / 'tests/faults/killed'}:{ROOT}"
+    with fork_server.fork_server({"PYTHONPATH": folders}):
+        yield os.environ.pop(fork_server.VARIABLE, sys.executable)
 
 
 @pytest.fixture
@@ -120,9 +120,9 @@ def prefect_tables(built_once: Callable[..., Path]) -> Path:
     """Prefect's tables without a flow run; they take seconds too."""
 
     def build(folder: Path) -> None:
-        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+        command = [sys.executable, "-c", MAKE_TABLES, folder / "prefect/prefect.db"]
         environment = os.environ | prefect_environment(folder)
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
     return built_once("prefect_tables", build) / "prefect/prefect.db"
 

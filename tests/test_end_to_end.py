@@ -13,6 +13,7 @@ import pytest
 
 from flows.execution import fork_server
 from flows.execution.dvc_stages import command_environment
+from tests.browser import look_at_results
 
 RONDO = (sys.executable, "-m", "flows.cli")
 ROUNDS = ("r0", "r1")
@@ -46,6 +47,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
         and "Not promoted; the next round learns from its badcases." in output
     )
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
+    look_at_results(clone)
     # the first run had a fork server of its own; what follows shares that of the tests
     monkeypatch.setenv(fork_server.VARIABLE, forking_python)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")

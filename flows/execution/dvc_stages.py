@@ -86,28 +86,15 @@ def open_repo() -> Iterator[Any]:
         raise BadInput(f"dvc: {': '.join(causes)}") from None
 
 
-def stages_of(repo: Any) -> Any:
-    """DVC's index of the stages of dvc.yaml, without data of the user that DVC tracks."""
+def _index_and_graph(repo: Any) -> tuple[Any, Any]:
+    """DVC's index of the stages of dvc.yaml, without data of the user that DVC tracks; and a
+    networkx graph of their addresses, with an edge from each stage to those that depend on it.
+    """
+    import networkx
     from dvc.repo.index import Index
 
-    return Index.from_file(repo, "dvc.yaml")
-
-
-def order_graph(index: Any) -> Any:
-    """A networkx graph of addresses, with an edge from each stage to those that depend on it."""
-    import networkx
-
-    return networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
-
-
-def changes(index: Any, rounds: Collection[str]) -> dict[str, Any]:
-    """What `dvc status` reports of the stages of some rounds, by address; without INPUTS."""
-    by_address: dict[str, Any] = {}
-    for stage in index.stages:
-        if split_address(stage.addressing)[1] in ("", *rounds):
-            by_address |= stage.status(check_updates=True)
-    by_address.pop(INPUTS, None)
-    return by_address
+    index = Index.from_file(repo, "dvc.yaml")
+    return index, networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
 
 
 def stage_order(rounds: list[str]) -> list[str]:
@@ -116,26 +103,20 @@ def stage_order(rounds: list[str]) -> list[str]:
     Independent stages are sorted by round, then by their order in dvc.yaml.
     """
     with open_repo() as repo:
-        graph = order_graph(stages_of(repo))
-    return _in_order(graph, rounds)
+        return _in_order(_index_and_graph(repo)[1], rounds)
 
 
 def _in_order(graph: Any, rounds: list[str]) -> list[str]:
     import networkx
 
     listed = list(read_yaml(Path("dvc.yaml"), "correct it")["stages"])
-    known_rounds = ["", *rounds]  # `assets` has the round ``
-
-    def sort_key(address: str) -> tuple[int, int]:
-        stage, round_ = split_address(address)
-        return known_rounds.index(round_), listed.index(stage)
-
-    subgraph = graph.subgraph(
-        address
+    keys = {
+        address: (["", *rounds].index(round_), listed.index(stage))  # `assets` has the round ``
         for address in graph
-        if address != INPUTS and split_address(address)[1] in known_rounds
-    )
-    return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
+        for stage, round_ in [split_address(address)]
+        if address != INPUTS and round_ in ("", *rounds)
+    }
+    return list(networkx.lexicographical_topological_sort(graph.subgraph(keys), keys.__getitem__))
 
 
 def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
@@ -151,10 +132,16 @@ def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
 
 
 def graph_and_changes(rounds: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """`order_graph` and `changes`, for which DVC reads dvc.yaml and dvc.lock once."""
+    """The graph of all stages, and what `dvc status` reports of those of some rounds, by address;
+    without INPUTS.
+    """
+    by_address: dict[str, Any] = {}
     with open_repo() as repo, repo.lock:
-        index = stages_of(repo)
-        return order_graph(index), changes(index, rounds)
+        index, graph = _index_and_graph(repo)
+        for stage in index.stages:
+            if stage.addressing != INPUTS and split_address(stage.addressing)[1] in ("", *rounds):
+                by_address |= stage.status(check_updates=True)
+    return graph, by_address
 
 
 def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
@@ -219,7 +206,6 @@ def stage_environment() -> dict[str, str]:
 def run(
     address: str,
     on_line: Callable[[str], None],
-    force: bool = False,
     around: AbstractContextManager[object] | None = None,
 ) -> Outcome:
     """Bring one stage up to date (flows/execution/repro.py).
@@ -228,7 +214,6 @@ def run(
         address: DVC's name of the stage, e.g. `sft@r0`.
         on_line: is called with each line of the stage's output, as it is printed, and with lines
             about what DVC does if nothing was printed for QUIET_SECONDS; then from another thread.
-        force: run the stage even if nothing has changed.
         around: is entered while DVC runs or restores the stage, but not if the stage is unchanged.
 
     Returns:
@@ -250,7 +235,7 @@ def run(
         with open_repo() as repo, repo.lock:
             (stage,) = repo.stage.collect(address)
             remove_temporaries(stage)
-            if not force and not stage.status(check_updates=True):
+            if not stage.status(check_updates=True):
                 return Outcome.unchanged
             repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
@@ -268,9 +253,8 @@ def run(
                 on_line(line)
                 reporter.printed()
 
-        command = ["flows.execution.repro", address, *(["--force"] if force else [])]
         with around or nullcontext():
-            code = stream(command, sort_line)
+            code = stream(["flows.execution.repro", address], sort_line)
         if code:
             raise _failure(address, code, "\n".join(stage_lines))
         clear_resume_states(address)

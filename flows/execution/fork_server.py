@@ -14,7 +14,6 @@ import io
 import json
 import os
 import runpy
-import selectors
 import shlex
 import signal
 import socket
@@ -26,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from select import select
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
@@ -66,73 +66,56 @@ def python() -> str:
 @contextmanager
 def fork_server(environment: dict[str, str]) -> Iterator[None]:
     """Run a server within the block; `python()` returns its stand-in there. An outer block's server
-    serves this block too.
+    serves this block too. There is none if the path of temporary files is too long for a socket, or
+    does not allow programs to be executed.
 
     Args:
         environment: variables that a process reads only as it starts, e.g. GLIBC_TUNABLES. Forked
             processes share those of the server.
     """
-    if VARIABLE in os.environ:
+    # elsewhere some imported libraries do not survive a fork
+    if VARIABLE in os.environ or sys.platform != "linux":
         yield
         return
-    with TemporaryDirectory(prefix="rondo-") as folder:
-        stand_in, server = Path(folder, "python"), start(Path(folder), environment)
-        if not server:
+    with TemporaryDirectory(prefix="rondo-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        address, stand_in = f"{folder}/socket", Path(folder, "python")
+        client = Path(__file__).with_name("fork_client.py")
+        words = [sys.executable, "-IS", str(client), address, sys.executable]
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        stand_in.chmod(0o755)
+        try:
+            listener.bind(address)
+            listener.listen()
+            subprocess.run([stand_in, "-c", ""], check=False, start_new_session=True)
+        except OSError:
             yield
             return
-        os.environ[VARIABLE] = str(stand_in)
-        try:
-            yield
-        finally:
-            del os.environ[VARIABLE]
-            server.kill()
-            server.communicate()
-
-
-def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
-    """Start a server, with its stand-in `python` in `folder`.
-
-    None if it is not possible: the path is too long for a socket, or `folder` does not allow
-    programs to be executed.
-    """
-    # elsewhere some imported libraries do not survive a fork
-    if sys.platform != "linux":
-        return None
-    address, stand_in = str(folder / "socket"), folder / "python"
-    client = [
-        sys.executable,
-        "-IS",
-        str(Path(__file__).with_name("fork_client.py")),
-        address,
-        sys.executable,
-    ]
-    stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-    stand_in.chmod(0o755)
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        # Raises OSError if `folder` is mounted noexec, so that no server starts in vain.
-        subprocess.run([stand_in, "-c", ""], check=False, start_new_session=True)
-        command = [sys.executable, "-P", __file__, str(listener.fileno())]
         # The server ends when its standard input closes, that is with this process, even if this
         # one is killed. Sessions of their own keep Ctrl-C away from both processes.
-        return subprocess.Popen(
-            command,
+        server = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(listener.fileno()), *LIBRARIES],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             env=os.environ | environment,
             start_new_session=True,
         )
-    return None
+        listener.close()
+        os.environ[VARIABLE] = str(stand_in)
+        try:
+            yield
+        finally:
+            os.environ.pop(VARIABLE, None)
+            server.kill()
+            server.communicate()
 
 
-def serve(listener: socket.socket) -> None:
-    """Fork for each connection and return the exit codes, until standard input closes.
+def serve(listener: socket.socket, libraries: list[str]) -> None:
+    """Fork for each connection, until standard input closes.
 
     It ends at once if a library has opened a GPU as it was imported: that GPU is lost for forks.
     """
     gc.disable()  # imported objects are never garbage: collecting them only takes time
-    for name in LIBRARIES:
+    for name in libraries:
         import_module(name)
     open_files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
     if any(path.startswith(GPU_DEVICES) for path in open_files):
@@ -140,59 +123,38 @@ def serve(listener: socket.socket) -> None:
     # of numpy, scipy and Arrow, which wait for work; Python 3.12 and later warn of them
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     gc.freeze()
-    # SIGCHLD writes to `wake`, so that `select` returns when a child has ended.
-    child_ended, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    clients: dict[int, socket.socket] = {}
-    ready = selectors.DefaultSelector()
-    for source in (sys.stdin, listener, child_ended):
-        ready.register(source, selectors.EVENT_READ)
-    while True:
-        for key, _ in ready.select():
-            if key.fileobj is sys.stdin:
-                return
-            if key.fileobj is child_ended:
-                child_ended.recv(4096)
-                for pid in [pid for pid in clients if has_ended(pid)]:
-                    reap(pid, clients.pop(pid))
-            else:
-                connection, _ = listener.accept()
-                try:
-                    connection.send(b"\1")  # accepted
-                except OSError:  # the client is gone already
-                    connection.close()
-                    continue
-                if (pid := os.fork()) == 0:
-                    # A fork that kept these open would keep other clients waiting after the server
-                    # has ended.
-                    for other in (listener, *clients.values()):
-                        other.close()
-                    run_request(connection)
-                    return
-                clients[pid] = connection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no ended fork stays
+    while sys.stdin not in select([sys.stdin, listener], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            attend(connection)
+        connection.close()
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a child process has ended; it stays waitable."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def reap(pid: int, client: socket.socket) -> None:
-    """End processes that a fork left behind, and send its exit code to the client."""
+def attend(connection: socket.socket) -> None:
+    """Run a client's module in a fork, end the processes that it leaves behind, and send its exit
+    code to the client.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        connection.send(b"\1")  # accepted
+    except OSError:  # the client is gone already
+        os._exit(0)
+    if (pid := os.fork()) == 0:
+        run_request(connection)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its group exists as long as it is waitable
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(OSError), client:  # the client may be gone
-        client.send(bytes([code if code >= 0 else 128 - code]))
+    with suppress(OSError):  # the client may be gone
+        connection.send(bytes([code if code >= 0 else 128 - code]))
+    os._exit(0)
 
 
-def run_request(connection: socket.socket) -> None:
+def run_request(connection: socket.socket) -> NoReturn:
     """Run the requested module with the client's arguments, files, folder and environment."""
     os.setsid()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, files, _, _ = socket.recv_fds(connection, 4, 3)
     request = json.loads(connection.recv(int.from_bytes(length), socket.MSG_WAITALL))
     for descriptor, file in enumerate(files):  # stdin, stdout, stderr
@@ -237,4 +199,4 @@ def forward_signals(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

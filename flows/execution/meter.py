@@ -1,7 +1,6 @@
 """The time that a stage takes."""
 
 import time
-from types import TracebackType
 
 
 class Meter:
@@ -23,10 +22,5 @@ class Meter:
         self.began, self._started = time.time(), time.monotonic()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.seconds = time.monotonic() - self._started

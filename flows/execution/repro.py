@@ -6,7 +6,6 @@ for two rounds, and as much again for every two more. And it empties the file fi
 meanwhile loses the records of all stages.
 """
 
-import argparse
 import io
 import re
 import sys
@@ -32,29 +31,26 @@ Representer.add_representer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flows.execution.repro")
-    parser.add_argument("address", help="a stage as DVC names it, e.g. sft@r0")
-    parser.add_argument("--force", action="store_true", help="run it even if nothing has changed")
-    arguments = parser.parse_args()
+    [address] = sys.argv[1:]
     from dvc.exceptions import DvcException
     from dvc.logger import setup
     from dvc.stage.exceptions import StageCmdFailedError
 
     setup()  # prints what DVC does
     try:
-        reproduce(arguments.address, arguments.force)
+        reproduce(address)
     except StageCmdFailedError as error:
         match = EXIT_CODE.search(str(error))
         code = int(match[1]) if match else 1
         sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell's
     except DvcException as error:
         causes = ": ".join(str(one) for one in chain_of(error) if isinstance(one, DvcException))
-        sys.exit(print_failure(typed(error) or RondoError(causes), arguments.address))
+        sys.exit(print_failure(typed(error) or RondoError(causes), address))
     except OSError as error:
-        sys.exit(print_failure(error, arguments.address))
+        sys.exit(print_failure(error, address))
 
 
-def reproduce(address: str, force: bool) -> None:
+def reproduce(address: str) -> None:
     """Run a stage, or restore its outputs from DVC's cache, unless nothing has changed."""
     from dvc.repo import Repo, lock_repo
 
@@ -62,7 +58,7 @@ def reproduce(address: str, force: bool) -> None:
     # lock for longer, and the outputs of a stage that cannot be recorded are lost.
     with Repo(".", _wait_for_lock=True) as repo, lock_repo(repo), repo.scm_context(quiet=True):
         (stage,) = repo.stage.collect(address)
-        if stage.reproduce(force=force):
+        if stage.reproduce():
             record(stage)
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
 from flows.core.locks import LOCK
-from flows.core.run_locks import is_alive
+from flows.core.run_locks import is_alive, is_free
 from flows.core.services import HOME, PUSH_TO, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
@@ -39,16 +39,10 @@ CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config
 def working_tree(home: Path, log: LogLine) -> Iterator[Path]:
     """Use the current folder; wait first while another run uses it."""
     home.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home / WORKING_TREE_LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
+    if not is_free(home / WORKING_TREE_LOCK):
         log("waiting: another run is using this folder; with `isolated` each run has its own")
-        lock.acquire()
-    try:
+    with FileLock(home / WORKING_TREE_LOCK):
         yield Path.cwd()
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -137,7 +131,9 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
         shutil.copy(own, folder / own)
     with Config(str(folder / ".dvc"), validate=False).edit("local") as config:
         config["cache"]["dir"] = cache
-    _share(JUDGE_CACHE, root, folder)
+    (root / JUDGE_CACHE).mkdir(parents=True, exist_ok=True)
+    (folder / JUDGE_CACHE.parent).mkdir(exist_ok=True)
+    (folder / JUDGE_CACHE).symlink_to(root / JUDGE_CACHE)  # so that no answer is paid for twice
     (folder / HOME / SERVERS).symlink_to(folder.parents[1] / SERVERS)  # for links to their pages
     modified = _other_files("diff", "--name-only", "--relative", "--no-renames", "-z", "HEAD")
     if modified:
@@ -242,13 +238,6 @@ def collect(folder: Path) -> None:
         with chdir(folder):
             _commit(folder.name)
     _remove(folder)
-
-
-def _share(cache: Path, root: Path, folder: Path) -> None:
-    """Link the cache of judge answers, so that no answer is paid for twice."""
-    (root / cache).mkdir(parents=True, exist_ok=True)
-    (folder / cache.parent).mkdir(exist_ok=True)
-    (folder / cache).symlink_to(root / cache)
 
 
 def check_committed() -> None:

@@ -42,8 +42,18 @@ def compute_slot(log: LogLine, processes: int = 1) -> Iterator[None]:
     settings, slot = get_current_settings(), ExitStack()
     if settings.api.url and not settings.server.ephemeral.enabled:
         try:
-            with progress(f"waiting for a slot of {limit_name()} (Concurrency in the Prefect UI)"):
-                _take(slot)
+            waiting = f"waiting for a slot of {limit_name()} (Concurrency in the Prefect UI)"
+            with progress(waiting), prefect_client() as client:
+                with suppress(ObjectAlreadyExists):
+                    one = GlobalConcurrencyLimitCreate(name=limit_name(), limit=1)
+                    client.create_global_concurrency_limit(one)
+                slot.enter_context(
+                    concurrency(
+                        limit_name(),
+                        lease_duration=LEASE_SECONDS,
+                        raise_on_lease_renewal_failure=False,
+                    )
+                )
         except (RondoError, ConcurrencySlotAcquisitionError) as error:
             log(f"computing without a slot of {limit_name()}: Prefect does not answer ({error})")
     try:
@@ -52,22 +62,3 @@ def compute_slot(log: LogLine, processes: int = 1) -> Iterator[None]:
     finally:
         with suppress(HTTPError, PrefectException):  # a slot that is not released runs out
             slot.close()
-
-
-def _take(slot: ExitStack) -> None:
-    """Let `slot` hold a slot as soon as one is free.
-
-    Raises:
-        RondoError: Prefect does not answer.
-        ConcurrencySlotAcquisitionError: it does not answer any more.
-    """
-    with prefect_client() as client:
-        with suppress(ObjectAlreadyExists):
-            client.create_global_concurrency_limit(
-                GlobalConcurrencyLimitCreate(name=limit_name(), limit=1)
-            )
-        slot.enter_context(
-            concurrency(
-                limit_name(), lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
-            )
-        )

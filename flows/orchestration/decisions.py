@@ -4,7 +4,7 @@ After a crash, a retry or a suspension at a gate, the flow starts again from the
 the same values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from prefect.runtime import flow_run
 
 from flows.core.run_locks import RUNS, hold_run_lock, locks_of
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import json_hash, read_object, write_json
+from stages.lib.core.files import read_object, write_json
 from stages.lib.core.params import Params, check_params, load_params
-
-DIGEST = "sha256"  # of the decisions, in their file: a flipped bit may leave other settings
 
 
 def decisions_path(home: Path) -> Path:
@@ -34,7 +32,7 @@ def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:
     decided = decisions(home)
     if name not in decided:
         decided[name] = decide()
-        _write(home, decided)
+        write_json(decisions_path(home), decided)
     return decided[name]
 
 
@@ -56,7 +54,7 @@ def take_over(home: Path, run: str) -> None:
             f"run {run} ended before it had recorded its settings, and no stage has run: start it "
             "again with the command, or the form, that started it"
         )
-    _write(home, values | {"run": run})
+    write_json(decisions_path(home), values | {"run": run})
 
 
 def decided_params(home: Path, run: str) -> Params | None:
@@ -84,17 +82,10 @@ def _key(run: str) -> str:
     return f"params of {run}"
 
 
-def _write(home: Path, values: Mapping[str, Any]) -> None:
-    write_json(decisions_path(home), {**values, DIGEST: json_hash(values)})
-
-
 def _read(path: Path) -> dict[str, Any]:
     """
     Raises:
         BadInput: the file is damaged.
     """
     fix = f"delete {path}, and start the run again with the command, or the form, that started it"
-    values = read_object(path, fix)
-    if values.pop(DIGEST, None) != json_hash(values):
-        raise BadInput(f"{path}: damaged: its {DIGEST} is not that of its content; {fix}")
-    return values
+    return read_object(path, fix)

@@ -4,6 +4,7 @@ Python for each but the real gate.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,11 +22,13 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from flows.core import interrupts
 from flows.core.services import is_up, prefect_environment
 from flows.execution import dvc_stages
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
+from tests.flows.reproduce import reproduce
 from tests.paths import ROOT
 from tests.servers import free_port, until
 
@@ -209,11 +212,19 @@ def project_after(
 def finished_project(project_after: Callable[..., Path]) -> Path:
     """The project as working directory, after all stages of its round have run."""
 
-    def run_all() -> None:
-        for address in dvc_stages.stage_order(["r0"]):
-            dvc_stages.run(address, print)
+    return project_after("finished_project", lambda: reproduce(dvc_stages.stage_order(["r0"])))
 
-    return project_after("finished_project", run_all)
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Signals and environment after a test in which a command of `rondo` runs in this process."""
+    handlers = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    environment = dict(os.environ)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.fixture(scope="session")
@@ -248,19 +259,11 @@ def api(tmp_path_factory: pytest.TempPathFactory, prefect_tables: Path) -> Itera
     port, home = free_port(), tmp_path_factory.mktemp("prefect")
     environment = os.environ | prefect_environment(home)
     shutil.copy(prefect_tables, home / "prefect")
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
+    command = [sys.executable, "-m", "flows.orchestration.prefect_server", port]
     with open(os.devnull, "w") as nowhere:
-        server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=nowhere, stderr=nowhere
+        )
     try:
         until(lambda: is_up(f"http://127.0.0.1:{port}/api/health"), 300)
         yield f"http://127.0.0.1:{port}/api"

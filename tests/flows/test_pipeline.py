@@ -39,7 +39,7 @@ from stages.lib.core.params import load_params
 from tests.paths import ROOT
 from tests.servers import read_until, request, rondo, start_rondo, until
 
-ExecuteLogged = Callable[[FlowRun], tuple[State[Any], str]]
+ExecuteLogged = Callable[..., tuple[State[Any], str]]
 FIRST_STEP = "[sft@r0] step 1/3"
 
 
@@ -65,12 +65,12 @@ def retry(prefect: SyncPrefectClient, run: FlowRun) -> None:
 
 @pytest.fixture
 def execute_logged(prefect: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> ExecuteLogged:
-    """A function that executes a run of the pipeline; returns its last state and its log."""
+    """A function that executes a run of a flow; returns its last state and its log."""
     caplog.set_level(logging.INFO, "rondo")
 
-    def execute_one(run: FlowRun) -> tuple[State[Any], str]:
+    def execute_one(run: FlowRun, flow: Flow[..., Any] = rlhf_pipeline) -> tuple[State[Any], str]:
         caplog.clear()
-        state = execute(prefect, rlhf_pipeline, run)
+        state = execute(prefect, flow, run)
         # Prefect's own loggers have each line too
         lines = [record.getMessage() for record in caplog.records if record.name == "rondo"]
         return state, "\n".join(lines)
@@ -212,14 +212,13 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
     first = log_of_run(isolated=True, mlflow=database)
     assert "[prepare@r0] ran" in first
     assert "changed since the last run" not in first
-    assert "[prepare@r0] restored" in log_of_run(isolated=True)
+    assert "[prepare@r0] restored" in log_of_run(isolated=False, mlflow=database)
 
     data.write_text('{"label": 0}\n')
     edited = log_of_run(isolated=True)
     assert "changed since the last run: pairs.jsonl" in edited
     assert "[prepare@r0] ran" in edited
 
-    log_of_run(isolated=False, mlflow=database)
     client = MlflowClient(database)
     runs = client.search_runs(
         [experiment_of(client)], "tags.`rondo.address` = 'pipeline'", order_by=["start_time"]
@@ -286,11 +285,10 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
     assert verdict["approval"] == approval and not verdict["may_continue"]
 
-    for _ in range(2):  # *Retry* asks again, also after the same refusal
-        retry(prefect, run)
-        assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
-        prefect.resume_flow_run(run.id, {"decision": "refuse", **decision})
-        assert execute(prefect, rlhf_pipeline, run).name == "GateFailed"
+    retry(prefect, run)  # asks again, also after the same refusal
+    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
+    prefect.resume_flow_run(run.id, {"decision": "refuse", **decision})
+    assert execute(prefect, rlhf_pipeline, run).name == "GateFailed"
     retry(prefect, run)
     assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
     question = question_of(prefect, run)
@@ -378,21 +376,18 @@ def round_names() -> list[str]:
 
 
 def test_next_round_keeps_the_results_of_the_rounds_before(
-    finished_project: Path,
-    api: str,
-    prefect: SyncPrefectClient,
-    execute_logged: ExecuteLogged,
+    finished_project: Path, prefect: SyncPrefectClient, execute_logged: ExecuteLogged
 ) -> None:
     write_json(Path("rounds/r0/replay/metrics.json"), {})
     loss_drop = load_params().gates.sft.loss_drop
-    setting = ("--set", "gates.sft.loss_drop=0.3")
-    done = rondo(finished_project, "next-round", *setting, PREFECT_API_URL=api)
-    assert done.returncode == 0, done.stderr
-    assert "ended, not run again (--rerun does): r0" in done.stdout
+    one_more = submit(prefect, next_round, settings=["gates.sft.loss_drop=0.3"])
+    done, log = execute_logged(one_more, next_round)
+    assert done.is_completed(), done.message
+    assert "ended, not run again (--rerun does): r0" in log
     assert round_names() == ["r0", "r1"]
     assert params_of("r0").gates.sft.loss_drop == loss_drop
     assert load_params().gates.sft.loss_drop == 0.3
-    assert "@r0]" not in done.stdout and "[evaluate@r1] ran" in done.stdout
+    assert "@r0]" not in log and "[evaluate@r1] ran" in log
 
     # nothing of this is committed, and an isolated run has it
     settings = ["gates.sft.loss_drop=0.31"]

@@ -22,6 +22,9 @@ from pydantic import SecretStr
 
 from flows.core.services import is_up, last_servers
 from flows.orchestration import notifications
+from flows.orchestration.artifacts import picture_markdown
+from flows.report import charts
+from tests.browser import Ui, look_at_the_report, open_page
 from tests.flows import attacks
 from tests.paths import ROOT
 from tests.servers import free_port, of_project, prefect_api, read_until, request, rondo, until
@@ -69,8 +72,9 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
     environment = with_the_flow(project) | {"OPENAI_API_KEY": attacks.API_KEY}
     server = up(project, environment | {"RONDO_NOTIFY_URL": receiver.url + attacks.HOOK})
     try:
-        assert "notifications: block `rondo` (Custom Webhook)" in read_until(server, "Ctrl-C")
-        api = prefect_api(project)
+        printed = read_until(server, "Ctrl-C")
+        assert "notifications: block `rondo` (Custom Webhook)" in printed
+        api, [link] = prefect_api(project), re.findall(r"http://\S+#\S+:\S+", printed)
         second = rondo(project, "up", **environment)
         assert second.returncode == 2
         assert "already runs in this folder" in second.stderr
@@ -82,7 +86,13 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         pipeline = a_run_from_the_form(project, api)
         services_that_end(server, f"http://127.0.0.1:{environment['MLFLOW_PORT']}")
         a_shut_gate(project, api, environment, receiver)
-        a_gate_that_asks(project, api, pipeline, receiver)
+        with open_page() as page:
+            ui = Ui(page, last_servers(project / ".rondo").prefect, api) if page else None
+            if ui:
+                ui.log_in(link)
+            run = a_gate_that_asks(project, api, pipeline, receiver, ui)
+            if ui:
+                pages_of_a_run(project, ui, run)
         sleeping = start(api, pipeline, "gates.sft.loss_drop=0.4", "sft.max_steps=2")  # sleeps
         nightly = request(f"{api}/deployments/name/next-round/next-round")
         assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
@@ -229,13 +239,18 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     )
 
 
-def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver) -> None:
-    paused = start(api, pipeline, "gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
+def a_gate_that_asks(
+    project: Path, api: str, pipeline: str, receiver: Receiver, ui: Ui | None
+) -> str:
+    """In a folder of its own, through the pages if there is a browser; returns the run's id."""
+    settings = ("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
+    paused = ui.start(*settings) if ui else start(api, pipeline, *settings, isolated=True)
     until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended")
     receiver.wait_for("Suspended\nwaits for a decision", paused)
+    [folder] = (project / ".rondo/workspaces").iterdir()
     input_request = (
         f"{api}/flow_runs/{paused}/input/filter",
-        {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"},
+        {"prefix": f"suspended-{folder.name}-sft-r0-"},
     )
     until(lambda: request(*input_request))  # it is written after the state
     form = json.loads(request(*input_request)[0]["value"])
@@ -244,17 +259,34 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
     for missing in ({"reason": ""}, {"reason": " \n"}, {"by": " "}, {"decision": None}):
         refused = request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | missing})
         assert refused["status"] == "REJECT"
-    assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
+    if ui:
+        ui.open_run(paused)
+        ui.approve(word["by"], word["reason"])
+    else:
+        accepted = request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})
+        assert accepted["status"] == "ACCEPT"
     assert finished(api, paused) == "Completed"
-    verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
-    assert (
-        verdict["may_continue"]
-        and not verdict["passed"]
-        and verdict["approval"]["reason"] == word["reason"]
-    )
+    verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
+    approval = verdict["approval"]
+    assert (verdict["may_continue"], verdict["passed"], approval["approved"]) == (True, False, True)
+    assert (approval["by"], approval["reason"]) == (word["by"], word["reason"])
     key = {"artifacts": {"key": {"any_": ["summary"]}}}
     [summary] = request(f"{api}/artifacts/latest/filter", key)
     assert "&lt;b&gt;Ada" in summary["data"] and "<b>" not in summary["data"]
+    return paused
+
+
+def pages_of_a_run(project: Path, ui: Ui, run: str) -> None:
+    """Its artifacts, a picture, and its report: in MLflow, and as a file."""
+    shown = {
+        "samples-sft-r0": "Human: Hi",
+        "gate-sft-r0": "loss_before",
+        "progress-sft-r0": "sft@r0: done",
+    }
+    ui.look_at_artifacts(run, shown)
+    ui.look_at_a_picture(picture_markdown(charts.bars("Rates", {"one": (0.5, 0.4, 0.6)}, {})))
+    [folder] = (project / ".rondo/workspaces").iterdir()
+    look_at_the_report(ui.page, folder / "reports/report.html", "approved by <b>Ada")
 
 
 def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
@@ -298,9 +330,9 @@ def what_a_person_left(project: Path, api: str) -> None:
     assert len(left["actions"]) == 2 and not left["enabled"]
 
 
-def start(api: str, pipeline: str, *settings: str) -> str:
-    """A run in the project's folder, from the form; returns its id."""
-    filled = {"parameters": {"isolated": False, "settings": settings}}
+def start(api: str, pipeline: str, *settings: str, isolated: bool = False) -> str:
+    """A run as the form creates it; returns its id."""
+    filled = {"parameters": {"isolated": isolated, "settings": settings}}
     return str(request(f"{api}/deployments/{pipeline}/create_flow_run", filled)["id"])
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
+from flows import cli
 from flows.core.databases import check_database, make_database
 from flows.core.services import PREFECT_DATABASE
 from stages.lib.core.errors import BadInput, StorageFailed
 from tests.paths import ROOT
-from tests.servers import rondo
 
 # Its end leaves the row in SQLite's journal
 MAKER = """
@@ -156,11 +156,11 @@ def test_a_database_is_checked_before_a_server_uses_it(tmp_path: Path) -> None:
     ("command", "name"), [("run", PREFECT_DATABASE), ("up", PREFECT_DATABASE), ("up", "mlflow.db")]
 )
 def test_a_damaged_database_stops_a_command_before_it_starts_anything(
-    project: Path, command: str, name: str
+    project: Path, as_before: None, capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
     path = project / ".rondo" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("no database" * 100)
-    stopped = rondo(project, command)
-    assert stopped.returncode == 2 and f"BadInput: {path}: damaged" in stopped.stderr, stopped
+    assert cli.exit_code([command]) == 2
+    assert f"BadInput: {path}: damaged" in capsys.readouterr().err
     assert not list(project.glob(".rondo/logs/*"))

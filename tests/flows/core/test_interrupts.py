@@ -97,7 +97,10 @@ def states(project: Path) -> list[str]:
 def test_two_ctrl_c_end_a_run_and_a_closed_terminal_the_one_that_continues(
     project: Path, start_run: Callable[..., Terminal]
 ) -> None:
-    terminal = start_run(WAITS)
+    """Each with a Prefect server of its own; the first one also has a fork server of its own."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv(fork_server.VARIABLE)
+        terminal = start_run(WAITS)
     until(lambda: "[sft@r0] step 3/3" in terminal.read())
     terminal.press_ctrl_c()
     until(lambda: "rondo: SIGINT" in terminal.read())
@@ -108,9 +111,21 @@ def test_two_ctrl_c_end_a_run_and_a_closed_terminal_the_one_that_continues(
     terminal = start_run(WAITS)
     until(lambda: "[sft@r0] step 3/3" in terminal.read())
     assert "[prepare@r0] unchanged" in terminal.output
+    check_status(project)
     terminal.close()
     check_end(terminal, signal.SIGHUP, project)
     assert states(project) == ["Crashed", "Crashed"]
+
+
+def check_status(project: Path) -> None:
+    """What `rondo status` prints while `sft` runs."""
+    status = rondo(project, "status")
+    assert status.returncode == 0, status.stderr
+    rows = [line.split(maxsplit=1) for line in status.stdout.splitlines() if " " in line.strip()]
+    lines = dict(rows)
+    assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
+    assert lines["sft"] == "runs: step 3, loss 0.333"
+    assert lines["r0:"] == "has not reached the sft gate"
 
 
 def test_ctrl_c_ends_a_run_while_prefect_starts(
@@ -120,43 +135,6 @@ def test_ctrl_c_ends_a_run_while_prefect_starts(
     until(lambda: of_project(project, "flows.orchestration.prefect_server"))
     terminal.press_ctrl_c()
     check_end(terminal, signal.SIGINT, project)
-
-
-def test_a_run_that_is_told_to_end_leaves_nothing_behind(
-    project: Path, copy_tables: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a Prefect server of its own, for there is no other on this port, and a fork server."""
-    copy_tables(project)
-    monkeypatch.delenv(fork_server.VARIABLE)
-    environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
-    run = subprocess.Popen(
-        command,
-        cwd=project,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    until(lambda: of_project(project, "stage.py", "sft"))
-    status = rondo(project, "status")
-    assert status.returncode == 0, status.stderr
-    lines = {
-        line.split()[0]: line.split(maxsplit=1)[1]
-        for line in status.stdout.splitlines()
-        if len(line.split()) > 1
-    }
-    assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
-    assert (
-        lines["sft"] == "runs: step 3, loss 0.333"
-        and lines["r0:"] == "has not reached the sft gate"
-    )
-    os.killpg(run.pid, signal.SIGTERM)
-    printed, _ = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in printed and "Error" not in printed, printed
-    until(lambda: not of_project(project))
 
 
 CODE = """

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 PRINT = (
     "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('WORD'), "
-    "'torch' in sys.modules, __name__)"
+    "bool({'torch', 'slow'} & {*sys.modules}), __name__)"
 )
 WAIT = """
 import signal, subprocess, sys, time
@@ -80,22 +80,18 @@ def waits(client: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
         time.sleep(0.01)
 
 
-def servers() -> list[psutil.Process]:
-    """The fork servers that this process has started."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if any("fork_server.py" in word for word in arguments(child))
-    ]
-
-
-def arguments(child: psutil.Process) -> list[str]:
-    """The command line of a child. Right after `Popen` it may be empty: the system sets it after
-    it has closed the pipe on which `Popen` waits.
-    """
-    while not (words := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    return words
+@pytest.fixture
+def slow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
+    """A server of this test, ready as soon as the file `go` is there."""
+    go = tmp_path / "go"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
+    (tmp_path / "slow.py").write_text(wait)
+    monkeypatch.setattr(fork_server, "LIBRARIES", ("slow",))
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
+    before = set(psutil.Process().children())
+    with fork_server.fork_server({"PYTHONPATH": str(tmp_path)}):
+        [server] = set(psutil.Process().children()) - before
+        yield server
 
 
 def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python, job):
@@ -149,7 +145,7 @@ def test_nothing_outlives_a_killed_client(python, job):
 def test_children_of_a_module_end_with_it(python, job):
     """A child that stayed would keep the output open, and its reader waiting."""
     code = (
-        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {}"
+        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); {}"
     )
     for last_statement, exit_code in (("", 0), ("os.abort()", 134)):
         done = run_job(python, job(code.format(last_statement)), timeout=120)
@@ -176,56 +172,61 @@ def test_what_a_module_has_written_is_complete(python, job):
     assert (folder / "file").read_text() == "all"
 
 
-def test_a_signal_before_the_server_is_ready_is_not_lost(job):
-    with (
-        fork_server.fork_server({}),
-        subprocess.Popen(
-            [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
-        ) as client,
-    ):
-        waits(client)  # the server is still importing
+def test_a_signal_before_the_server_is_ready_is_not_lost(slow_server, tmp_path, job):
+    with subprocess.Popen(
+        [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
+    ) as client:
+        waits(client)
         client.send_signal(signal.SIGTERM)
-        assert client.wait(120) == 128 + signal.SIGTERM
+        (tmp_path / "go").touch()
+        assert client.wait(60) == 128 + signal.SIGTERM
 
 
-def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
-    before = set(servers())
-    with fork_server.fork_server({}):
-        [server] = set(servers()) - before
-        with subprocess.Popen(
-            [fork_server.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True
-        ) as client:
-            waits(client)
-            server.kill()
-            assert "False __main__" in client.communicate(timeout=120)[0]
+def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(slow_server, job):
+    with subprocess.Popen(
+        [fork_server.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True
+    ) as client:
+        waits(client)
+        slow_server.kill()
+        assert "False __main__" in client.communicate(timeout=60)[0]
 
 
-def test_a_client_that_dies_before_it_is_accepted_does_not_end_the_server(job):
-    with fork_server.fork_server({}):
-        with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
-            waits(client)
-            client.kill()
-        done = run_job(fork_server.python(), job(PRINT), check=True)
+def test_a_client_that_dies_before_it_is_accepted_does_not_end_the_server(
+    slow_server, tmp_path, job
+):
+    with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
+        waits(client)
+        client.kill()
+    (tmp_path / "go").touch()
+    done = run_job(fork_server.python(), job(PRINT), check=True)
     assert "True __main__" in done.stdout
 
 
-def test_a_module_started_by_a_module_after_the_server_died_runs_in_the_real_interpreter(job):
-    before = set(servers())
-    start = "subprocess.run([os.environ['RONDO_PYTHON'], '-m', 'inner'], check=True, timeout=120)"
-    folder = job(
-        f"import os, subprocess, sys; print('torch' in sys.modules, flush=True); input(); {start}"
-    )
+def test_modules_outlive_a_server_and_start_others_by_the_real_interpreter(
+    slow_server, tmp_path, job
+):
+    start = "subprocess.run([os.environ['RONDO_PYTHON'], '-m', 'inner'], check=True, timeout=60)"
+    folder = job(f"import os, subprocess; print('runs', flush=True); input(); {start}")
     (folder / "inner.py").write_text(PRINT)
+    (tmp_path / "go").touch()
+    command = [fork_server.python(), "-m", "job"]
+    with subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout.readline() == "runs\n"
+        slow_server.kill()
+        slow_server.wait()
+        assert "False __main__" in client.communicate("continue\n", timeout=60)[0]
+        assert client.returncode == 0
+
+
+def test_an_inner_block_uses_the_server_of_the_outer_one(slow_server):
+    outer = fork_server.python()
+    children = psutil.Process().children()
     with fork_server.fork_server({}):
-        command = [fork_server.python(), "-m", "job"]
-        with subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as client:
-            assert client.stdout.readline() == "True\n"
-            [server] = set(servers()) - before
-            server.kill()
-            server.wait()
-            assert "False __main__" in client.communicate("continue\n", timeout=120)[0]
+        assert fork_server.python() == outer != sys.executable
+        assert psutil.Process().children() == children
+    assert fork_server.python() == outer
 
 
 def test_if_no_socket_is_possible_the_real_interpreter_is_used(tmp_path, monkeypatch):
@@ -237,38 +238,27 @@ def test_if_no_socket_is_possible_the_real_interpreter_is_used(tmp_path, monkeyp
         assert fork_server.python() == sys.executable
 
 
-def test_an_inner_block_uses_the_server_of_the_outer_one():
-    before = set(servers())
-    with fork_server.fork_server({}):
-        outer = fork_server.python()
-        with fork_server.fork_server({}):
-            assert fork_server.python() == outer != sys.executable
-        assert fork_server.python() == outer
-        [_] = set(servers()) - before
-    assert fork_server.python() == sys.executable
-
-
 def test_the_server_ends_if_a_library_has_opened_a_gpu(tmp_path):
     """So the real interpreter runs the modules: the GPU would be lost for forks."""
-    (tmp_path / "library.py").write_text(
-        "import pathlib\nopened = pathlib.Path('gpu0').open('w')\n"
-    )
+    gpu = str(tmp_path / "gpu0")
     code = (
-        "import os, socket; from flows.execution import fork_server\n"
-        "fork_server.LIBRARIES, fork_server.GPU_DEVICES = ('library',), (os.path.abspath('gpu'),)\n"
-        "fork_server.serve(socket.socketpair()[0])"
+        "import socket; from flows.execution import fork_server\n"
+        f"fork_server.GPU_DEVICES = ({gpu!r},)\n"
+        "fork_server.serve(socket.socketpair()[0], ['library'])"
     )
+    (tmp_path / "library.py").write_text(f"opened = open({gpu!r}, 'w')\n")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdin=subprocess.PIPE
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE
     ) as server:
-        assert server.wait(timeout=120) == 0  # its standard input is still open
+        assert server.wait(timeout=60) == 0  # its standard input is still open
 
 
 def test_the_server_ends_with_the_process_that_started_it():
     code = (
-        "import time, psutil; from flows.execution.fork_server import fork_server\n"
-        "with fork_server({}):\n"
+        "import time, psutil; from flows.execution import fork_server\n"
+        "fork_server.LIBRARIES = ()\n"
+        "with fork_server.fork_server({}):\n"
         "    print(psutil.Process().children()[0].pid, flush=True)\n"
         "    time.sleep(60)"
     )

@@ -17,6 +17,7 @@ from stages.lib.core.ended_rounds import ended_names, params_of, settings_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import load_params
+from tests.flows.reproduce import reproduce
 
 START = (
     "import pathlib; data = pathlib.Path('assets/start/evaluate/data'); "
@@ -48,12 +49,7 @@ def run(*settings: str, number: int | None = None, rerun: tuple[str, ...] = ()) 
     """What a run of the pipeline does with rounds and stages; returns the stages that ran."""
     params, ended = history.resolve_run(config.KEEP, number, settings, rerun)
     history.write(params, ended)
-    addresses = dvc_stages.stage_order(history.open_rounds(params, ended))
-    return [
-        address
-        for address in addresses
-        if dvc_stages.run(address, lambda _: None) is not dvc_stages.Outcome.unchanged
-    ]
+    return reproduce(dvc_stages.stage_order(history.open_rounds(params, ended)))
 
 
 def of_round(addresses: list[str]) -> set[str]:
@@ -105,7 +101,7 @@ def test_changed_data_of_an_ended_round_concerns_those_that_read_it(rounds: Path
     run(number=2)
     shutil.rmtree("assets/start")  # only r0 reads it
     assert dvc_stages.order_and_changes(["r1"])[1] == {"assets"}
-    dvc_stages.run("assets", print)
+    reproduce(["assets"])
     (stage_dir("r0", "evaluate") / "data/rows.jsonl").write_text("{}\n")
     (stage_dir("r0", "sft") / "data/rows.jsonl").write_text("{}\n")  # no stage of r1 reads it
     assert list(dvc_stages.graph_and_changes(["r1"])[1]) == ["prepare@r1"]
@@ -125,7 +121,7 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     moved.rename(data)
     config.write_params(config.resolve(settings=["seed=1"]))
     assert to_end(2) == ["r0"]  # complete, with other settings
-    dvc_stages.run("prepare@r0", lambda _: None)
+    reproduce(["prepare@r0"])
     assert to_end(2) == []  # the other stages are older
     assert of_round(run(number=2)) == {"r0", "r1"}
     assert to_end(None) == ["r0"]

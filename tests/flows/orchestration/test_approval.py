@@ -13,6 +13,7 @@ from flows.orchestration.approval import Decision, decide_at_terminal, waiting
 from stages.gate.approvals import Approval
 from stages.lib.core.ended_rounds import settings_path
 from stages.lib.core.errors import BadInput, GateFailed
+from tests.flows.reproduce import reproduce
 
 GATE = "gate_sft@r0"
 
@@ -20,8 +21,7 @@ GATE = "gate_sft@r0"
 def run_to_gate(*settings: str) -> dvc_stages.Outcome:
     """Run the stages up to the SFT gate, and the gate, with these settings."""
     write_params(resolve("keep", None, settings))
-    for address in ("assets", "prepare@r0", "sft@r0"):
-        dvc_stages.run(address, print)
+    reproduce(["assets", "prepare@r0", "sft@r0"])
     return dvc_stages.run(GATE, print)
 
 

@@ -1,0 +1,214 @@
+"""What a person does and sees in a browser: Prefect's pages, MLflow's, and the report, in Chromium:
+the system's, or else Playwright's own. Without one, these steps are left out.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+
+from flows.core.services import HOST, MLFLOW_DATABASE, is_up, sqlite_uri
+from flows.tracking.records import HEALTH
+from tests.paths import ROOT
+from tests.servers import free_port, request, until
+
+SCREENSHOTS = ROOT / ".rondo/screenshots"
+CHANGES = re.compile(r"/(create_flow_run|resume)$")  # the requests of the forms' Submit
+PAGE_SECONDS = 90.0
+expect.set_options(timeout=PAGE_SECONDS * 1000)
+
+
+@contextmanager
+def open_page() -> Iterator[Page | None]:
+    """A page of a new browser."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    own = next(filter(None, map(shutil.which, names)), None)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium
+        if not own and not Path(chromium.executable_path).exists():
+            advice = "install Debian's chromium, or run `playwright install chromium`"
+            warnings.warn(f"no browser, so no page is looked at: {advice}", stacklevel=3)
+            yield None
+            return
+        browser = chromium.launch(executable_path=own, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1400, "height": 1000})
+        shown.set_default_timeout(PAGE_SECONDS * 1000)
+        yield shown
+        browser.close()
+
+
+def shot(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+class Ui:
+    """What a person does in Prefect's pages. address: of Prefect. api: with user and password."""
+
+    def __init__(self, page: Page, address: str, api: str) -> None:
+        self.page, self.address, self.api = page, address, api
+
+    def log_in(self, link: str) -> None:
+        """By the link of `rondo up`, without which a page shows nothing."""
+        self.page.goto(f"{self.address}/deployments")
+        expect(self.page).to_have_url(re.compile("/login"))
+        self.page.goto(link)
+        expect(self.page.get_by_text("rlhf-pipeline").first).to_be_visible()
+        assert self.page.url == f"{self.address}/deployments"  # the string is in no history
+        self.page.reload()  # and the browser keeps it
+        expect(self.page.get_by_text("rlhf-pipeline").first).to_be_visible()
+
+    def form(self, deployment: str) -> None:
+        deployed = request(f"{self.api}/deployments/name/{deployment}/{deployment}")
+        self.page.goto(f"{self.address}/deployments/deployment/{deployed['id']}/run")
+        self.page.get_by_text("Validate parameters").wait_for()
+
+    def fill(self, rounds: int, settings: tuple[str, ...]) -> None:
+        """The form of rlhf-pipeline."""
+        self.page.locator("input[type=number]").first.fill(str(rounds))
+        for number, setting in enumerate(settings):
+            fields = self.page.locator(".p-draggable-list textarea")
+            if fields.count() <= number:
+                self.page.get_by_role("button", name="Add item").first.click()
+            fields.nth(number).fill(setting)
+
+    def start(self, *settings: str) -> str:
+        """A run of one round with the form's default, a folder of its own; returns its id.
+
+        The form lists the keys of the settings, and refuses a bad value with the reason.
+        """
+        self.form("rlhf-pipeline")
+        keys = "total_episodes, max_steps, num_ppo_epochs"
+        expect(self.page.get_by_text(keys).first).to_be_visible()
+        self.fill(-1, settings)
+        self.submit(status=409)
+        expect(self.page.get_by_text("-1 is less than the minimum of 0").first).to_be_visible()
+        shot(self.page, "form")
+        self.fill(1, settings)
+        return str(self.submit().json()["id"])
+
+    def submit(self, within: Page | Locator | None = None, status: int = 201) -> Response:
+        """Click Submit (of the page, or of what is given); the server's answer has this status."""
+        button = (within or self.page).get_by_role("button", name="Submit")
+        with self.page.expect_response(lambda answer: bool(CHANGES.search(answer.url))) as caught:
+            button.click()
+        answer = caught.value
+        assert answer.status == status, f"{answer.url}: {answer.status} {answer.text()}"
+        return answer
+
+    def open_run(self, run: str) -> None:
+        self.page.goto(f"{self.address}/runs/flow-run/{run}")
+
+    def approve(self, by: str, reason: str) -> None:
+        self.page.get_by_role("button", name="Resume").click()
+        modal = self.page.locator(".p-modal").last
+        expect(modal).to_contain_text("The sft gate of r0 failed")
+        modal.locator(".p-select-button__control").press("ArrowDown")
+        self.page.get_by_role("option", name="approve").click()
+        for number, text in enumerate((by, reason)):
+            modal.locator("textarea").nth(number).fill(text)
+        shot(self.page, "approve")
+        self.submit(modal)
+
+    def artifact(self, key: str) -> dict[str, Any]:
+        newest = {"artifacts": {"key": {"any_": [key]}}}
+        [artifact] = request(f"{self.api}/artifacts/latest/filter", newest)
+        return dict(artifact)
+
+    def look_at_artifacts(self, run: str, shown_by_key: dict[str, str]) -> None:
+        """What the run's page shows of its stages, and the report that MLflow keeps."""
+        self.open_run(run)
+        self.page.get_by_text("Artifacts", exact=True).last.click()
+        for key in ("report", "summary", "mlflow"):
+            expect(self.page.get_by_text(key, exact=True).first).to_be_visible()
+        shot(self.page, "artifacts")
+        for key, shown in shown_by_key.items():
+            self.look_at_artifact(self.artifact(key)["latest_id"])
+            expect(self.page.get_by_text(shown).first).to_be_visible()
+        link = re.search(r"\((\S+)\)", self.artifact("report")["data"])
+        assert link
+        self.page.goto(link[1])
+        expect(self.page.frame_locator("iframe").get_by_role("heading", level=1)).to_contain_text(
+            "Which is at fault"
+        )
+        shot(self.page, "report-in-mlflow")
+
+    def look_at_artifact(self, number: str) -> None:
+        self.page.goto(f"{self.address}/artifacts/artifact/{number}")
+
+    def look_at_a_picture(self, markdown: str) -> None:
+        made = {"key": "pictures-test", "type": "markdown", "data": markdown}
+        self.look_at_artifact(request(f"{self.api}/artifacts/", made)["id"])
+        picture = self.page.locator("img").first
+        expect(picture).to_be_visible()
+        until(lambda: picture.evaluate("picture => picture.naturalWidth") > 0)
+        shot(self.page, "pictures")
+
+
+def look_at_the_report(page: Page, report: Path, text: str) -> None:
+    """It asks the network for nothing, and its script, if any, has no error."""
+    requested_urls: list[str] = []
+    errors: list[str] = []
+    page.goto("about:blank")  # the page before may still ask for something
+    page.on("request", lambda sent: requested_urls.append(sent.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report.as_uri())
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Which is at fault")
+    expect(page.get_by_text(text).first).to_be_visible()
+    shot(page, "report")
+    page.emulate_media(color_scheme="dark")
+    shot(page, "report-dark")
+    assert requested_urls == [report.as_uri()] and errors == []
+
+
+def look_at_results(project: Path) -> None:
+    """The report of the last run, and its pages in MLflow, of which all records are there."""
+    with open_page() as page, mlflow_of(project / ".rondo" / MLFLOW_DATABASE) as address:
+        if page:
+            look_at_mlflow(page, address)
+            look_at_the_report(page, project / "reports/report.html", "evaluate.win_rate_low")
+
+
+@contextmanager
+def mlflow_of(database: Path) -> Iterator[str]:
+    """The address of a server of this database."""
+    port = free_port()
+    module = [sys.executable, "-m", "flows.tracking.mlflow_server", str(database), "server"]
+    options = ["--backend-store-uri", sqlite_uri(database), "--host", HOST, "--port", port]
+    with subprocess.Popen([*module, *options, "--workers", "1"], cwd=ROOT) as server:
+        try:
+            until(lambda: is_up(f"http://{HOST}:{port}/health"))
+            yield f"http://{HOST}:{port}"
+        finally:
+            server.terminate()
+
+
+def look_at_mlflow(page: Page, address: str) -> None:
+    """Its pages for models, a comparison, and PPO's health in the pipeline run."""
+    api = f"{address}/api/2.0/mlflow"
+    rondo_only = {"max_results": 5, "filter": "name = 'rondo'"}
+    [experiment] = request(f"{api}/experiments/search", rondo_only)["experiments"]
+    number = experiment["experiment_id"]
+    runs = request(f"{api}/runs/search", {"experiment_ids": [number]})["runs"]
+    ids = {run["info"]["run_name"]: run["info"]["run_id"] for run in runs}
+    [pipeline] = [name for name in ids if re.match(r"\d{8}-\d{6}-", name)]
+    workflow = "workflowType=machine_learning"
+    page.goto(f"{address}/#/experiments/{number}/models?{workflow}")
+    expect(page.get_by_text("r0-ppo").first).to_be_visible()
+    shot(page, "models")
+    two = json.dumps([ids["sft@r0"], ids["evaluate@r0"]])
+    page.goto(f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&{workflow}')
+    expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
+    shot(page, "compare")
+    page.goto(f"{address}/#/experiments/{number}/runs/{ids[pipeline]}/model-metrics")
+    for name in HEALTH:
+        expect(page.get_by_text(f"r0/{name}").first).to_be_visible()
+    shot(page, "curves")
