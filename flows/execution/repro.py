@@ -46,7 +46,7 @@ def main() -> None:
     except DvcException as error:
         causes = ": ".join(str(one) for one in chain_of(error) if isinstance(one, DvcException))
         sys.exit(print_failure(typed(error) or RondoError(causes), address))
-    except OSError as error:
+    except (OSError, RondoError) as error:
         sys.exit(print_failure(error, address))
 
 
