@@ -105,7 +105,7 @@ def test_the_version_and_the_reward_model_are_those_of_the_checkout(nemo_rl):
 def test_nemo_rl_reads_the_command_as_it_is_meant(job):
     made = job(warmup_updates=2, gradient_checkpointing=True)
     made.write_prompts([{"prompt": "a", "id": "1"}], load_tokenizer(made.sft))
-    from_files = json.loads(made.driver.with_suffix(".json").read_text())
+    from_files = json.loads((made.folder / made.plugin).with_suffix(".json").read_text())
     config = rondo_check.compose_nemo_rl(made.arguments() + from_files)
     for name, value in made.options().items():
         assert read(config, name.removeprefix("++")) == value, name
