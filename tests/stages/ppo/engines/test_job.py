@@ -10,15 +10,29 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
+)
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.ppo.engines import JOBS
-from stages.ppo.engines.job import EngineMetrics
+from stages.ppo.engines.job import EngineMetrics, write_critic
 from stages.ppo.engines.openrlhf import arguments
 from tests.paths import ROOT
-from tests.stages.ppo.engines.jobs import Letters, distinct, install, job_of, settings
+from tests.stages.ppo.engines.jobs import (
+    Letters,
+    distinct,
+    install,
+    job_of,
+    save_reward_model,
+    settings,
+)
 
 ACTOR, REWARD = "actor_rollout_ref.actor", "env.reward_model"
 ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
@@ -179,6 +193,28 @@ def test_prompts_that_are_all_read_otherwise_are_refused(tmp_path):
     episodes = [({"id": "1", "prompt": "the"}, [116, 104, 101])]
     with pytest.raises(BadInput, match=r"raise prepare\.max_prompt_tokens"):
         job_of(settings("openrlhf"), tmp_path).write_inputs(episodes, Letters())
+
+
+def test_the_critics_values_are_calibrated_scores(tmp_path, tiny_folder):
+    save_reward_model(tmp_path / "reward", tiny_folder)
+    write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
+    reward = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        raw, values = reward(tokens).logits[0], critic(tokens).logits[0, -1]
+    torch.testing.assert_close(values, (raw - 1.5) / 2.0)
+    assert raw.abs() > 1e-4
+
+
+def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_path):
+    config = GPTNeoXConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    GPTNeoXForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    with pytest.raises(BadInput, match="GPTNeoXForTokenClassification cannot start from a reward"):
+        write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
+    assert not (tmp_path / "critic").exists()
 
 
 def write_events(job: Any, steps: list[tuple[int, float]]) -> None:

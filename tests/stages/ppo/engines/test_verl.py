@@ -17,17 +17,15 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.tensorboard import SummaryWriter
-from transformers import GenerationConfig, GPTNeoXConfig, GPTNeoXForSequenceClassification
+from transformers import GenerationConfig
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.lm.end_tokens import EndTokens
 from stages.ppo.common.rewards import shape_scores
-from stages.ppo.engines.job import EngineMetrics, write_critic
+from stages.ppo.engines.job import EngineMetrics
 from stages.ppo.engines.verl import ACTOR, MODEL, ROLLOUT, VerlJob
 from tests.stages.ppo.engines.jobs import (
     Letters,
-    check_critic,
     distinct,
     job_of,
     save_reward_model,
@@ -99,7 +97,7 @@ def written(tmp_path, tiny_folder) -> VerlJob:
 
 def test_prompts_are_messages_in_the_order_of_the_updates(written):
     rows = Dataset.from_parquet(str(written.prompts)).to_list()
-    assert len(rows) == 32
+    assert len(rows) == 32 and (written.critic_start / "model.safetensors").exists()
     assert rows[3] == {
         "data_source": "rondo",
         "prompt": [{"role": "user", "content": "cat"}],
@@ -117,20 +115,6 @@ def test_prompts_are_messages_in_the_order_of_the_updates(written):
         "length_penalty": 0.125,
         "free_length": 3,
     }
-
-
-def test_the_critics_values_are_calibrated_scores(written):
-    check_critic(written)
-
-
-def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_path):
-    config = GPTNeoXConfig(
-        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1
-    )
-    GPTNeoXForSequenceClassification(config).save_pretrained(tmp_path / "reward")
-    with pytest.raises(BadInput, match="GPTNeoXForTokenClassification cannot start from a reward"):
-        write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
-    assert not (tmp_path / "critic").exists()
 
 
 def test_a_job_that_continues_leaves_the_last_checkpoint_and_all_policies(written):
