@@ -126,6 +126,7 @@ def test_a_job_that_continues_leaves_the_last_checkpoint_and_all_policies(writte
     (written.states / "latest_checkpointed_iteration.txt").write_text("4")
     written.write_prompts([{"id": "1", "prompt": "cat"}], Letters())
     assert [path.name for path in written.states.glob("global_step_*")] == ["global_step_4"]
+    assert [path.name for path in written.kept.iterdir()] == ["global_step_2"]
     policies = written.policies(0, ended=False)
     assert {n: (path / "config.json").read_text() for n, path in policies.items()} == {
         2: "2",
