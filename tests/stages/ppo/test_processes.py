@@ -31,6 +31,7 @@ from stages.lib.core.params import Params, check_params, load_params
 from stages.ppo.__main__ import main as policy
 from stages.ppo.common.run import Run
 from tests.paths import ROOT
+from tests.servers import until
 from tests.stages.ppo.alternatives.kill import run_killed
 from tests.stages.ppo.stage_process import OUTPUTS, outputs, start, wait_for_updates
 from tests.stages.shared_program import alternative
@@ -66,11 +67,13 @@ ALL_WEIGHTS = {"lora": {"r": 0}, "critic_lora": {"r": 0}, "learning_rate": 1e-3}
 ALL_WEIGHTS |= {"micro_batch_size": 1}
 # ranks that only sleep, started as a stage starts its own
 SLEEPERS = """
+import os
 import time
 from pathlib import Path
 from stages.lib.core.params import load_params
 from stages.lib.core.processes import share_out
 share_out("sleepers", [], load_params(), "ppo", "r0")
+Path("asleep-" + os.environ["RANK"]).touch()
 time.sleep(600)
 """
 
@@ -330,6 +333,7 @@ def test_all_processes_end_with_the_one_that_started_them(
         [sys.executable, "-m", "sleepers"], stdout=subprocess.PIPE, text=True
     )
     with nothing_is_left(process):
+        until(lambda: len([*Path().glob("asleep-*")]) == 2, 60)
         process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == -number, output
