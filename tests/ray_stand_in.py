@@ -29,7 +29,7 @@ class RayStandIn(ThreadingHTTPServer):
         self.environment, self.refuses, self.token = environment, "", ""
         self.lost = 0
         self.never_ran: set[str] = set()
-        Thread(target=self.serve_forever, daemon=True).start()
+        Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def address(self) -> str:

@@ -23,7 +23,7 @@ from stages.lib.core.params.tracking import Upload
 from stages.lib.core.ram import ram_bytes
 from stages.lib.core.ray.cluster import RayCluster
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.engines.check import check_on_cluster
+from stages.ppo.engines import check_on_cluster
 from stages.ppo.engines.job import check_installed
 
 ADAPTER_BYTES = 4  # per weight: adapters are float32

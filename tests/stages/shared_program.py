@@ -26,11 +26,12 @@ def refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def alternative(params: Params, algorithm: str) -> Params:
-    """Two updates of two epochs, in micro-batches of 3 episodes."""
+    """A few updates of two epochs, in micro-batches of 3 episodes."""
     values = params.model_dump(mode="json") | {"algorithm": algorithm}
     values[algorithm] |= SECTIONS[algorithm]
     values["ppo"] |= {"batch_size": 6, "mini_batch_size": 6, "micro_batch_size": 3}
     values["ppo"] |= {"total_episodes": 12, "num_ppo_epochs": 2, "max_kl_per_token": 1000.0}
+    values["ppo"]["max_steps"] = 4
     # a rate at which ratios are clipped
     values["ppo"] |= {"on_danger": "warn", "validation_updates": 1, "learning_rate": 0.01}
     return check_params(values, algorithm)

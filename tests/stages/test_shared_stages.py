@@ -116,7 +116,7 @@ def test_two_processes_have_the_results_of_one(make_round, monkeypatch):
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path.cwd()}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1100,
     )
     assert run.returncode == 0, run.stderr
     assert results() == approximately(one)

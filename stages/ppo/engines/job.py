@@ -1,5 +1,6 @@
 """What the engines' jobs have in common: files, inputs, command, metrics."""
 
+import json
 import random
 import re
 import shlex
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.files import write_json
+from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.engines import Options
 from stages.lib.core.types import StepMetrics
 from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.ppo.common.episodes import Episode, planned_updates
 
-CHECK = Path(__file__).with_name("rondo_check.py")
+CODE = Path(__file__).parent
+CHECK = "rondo_check.py"
 MISSING = "reading an engine's metrics needs tensorboard: pip install -e '.[engines]'"
 
 
@@ -30,39 +32,34 @@ class EngineJob(ABC):
         folder: of the job.
         sft: folder of the SFT model, which is policy and reference.
         reward: folder of the reward model, from which the critic starts, too.
-
-    Attributes:
-        name: value of `ppo.engine`, and the engine's package, as pip names it.
-        title: as its authors write it.
-        version: the only one that is known.
-        needed: options that Rondo needs as they are, or all options below a name; free: which of
-            those the user may set all the same.
-        tags: the engine's names of metrics; Rondo's names.
-        last_tag: what the engine writes some time after the other metrics of an update; "": it
-            writes all of them one after the other.
-        next_run: what the run after a failed job does.
-        record: the jobs of this run. log: the engine's output. refusal: why it cannot read its
-            options, in its own words.
-        states: checkpoints, from which the engine resumes. events: folder of TensorBoard's files.
-        critic: the trained critic; None: there is none.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    version: ClassVar[str]
+    name: ClassVar[str]  # value of `ppo.engine`, and the engine's package, as pip names it
+    title: ClassVar[str]  # as its authors write it
+    version: ClassVar[str]  # the only one that is known
+    # options that Rondo needs as they are, or all options below a name; those of them that the user
+    # may set all the same
     needed: ClassVar[Collection[str]]
     free: ClassVar[Collection[str]] = ()
-    tags: ClassVar[Mapping[str, str]]
+    tags: ClassVar[Mapping[str, str]]  # the engine's names of metrics; Rondo's names
+    # what the engine writes some time after the other metrics of an update; "": it writes all of
+    # them one after the other
     last_tag: ClassVar[str] = ""
-    next_run: ClassVar[str] = "continues from the engine's last checkpoint"
+    plugin: ClassVar[str] = ""  # Rondo's code that runs in the engine's environment
+    next_run: ClassVar[str] = "continues from the engine's last checkpoint"  # after a failed job
 
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         self.params, self.folder = params, folder.resolve()
         self.sft, self.reward = sft.resolve(), reward.resolve()
-        self.record, self.log = self.folder / "job.json", self.folder / "engine.log"
-        self.refusal = self.folder / "refusal.txt"
-        self.states, self.events = self.folder / "states", self.folder / "tensorboard"
-        self.critic: Path | None = None
+        self.record = self.folder / "job.json"  # the jobs of this run
+        self.log = self.folder / "engine.log"  # the engine's output
+        self.refusal = self.folder / "refusal.txt"  # why it cannot read its options
+        self.prompts = self.folder / "prompts.jsonl"
+        self.states = self.folder / "states"  # checkpoints, from which the engine resumes
+        self.kept = self.folder / "policies"  # those that Rondo's plugin has kept
+        self.events = self.folder / "tensorboard"  # TensorBoard's files
+        self.critic_start = self.folder / "critic"
+        self.critic: Path | None = None  # the trained critic; None: there is none
 
     @abstractmethod
     def placement(self) -> Options:
@@ -124,9 +121,8 @@ class EngineJob(ABC):
         Raises:
             BadInput: all of them would be.
         """
-        params, name = self.params, self.name
-        prompts = [row["prompt"] for row, _ in episodes]
-        texts = [prompt_text(tokenizer, prompt, params) for prompt in prompts]
+        params = self.params
+        texts = [prompt_text(tokenizer, row["prompt"], params) for row, _ in episodes]
         ids = tokenizer(texts, add_special_tokens=False).input_ids
         kept = [
             {"prompt": text, "id": row["id"]}
@@ -135,7 +131,7 @@ class EngineJob(ABC):
         ]
         if not kept:
             raise BadInput(
-                f"ppo.engine {name}: no prompt has the same tokens when it is read as a text; "
+                f"ppo.engine {self.name}: no prompt has the same tokens when it is read as a text; "
                 "raise prepare.max_prompt_tokens, which cuts prompts"
             )
         order = random.Random(params.seed)
@@ -150,6 +146,17 @@ class EngineJob(ABC):
     def write_prompts(self, rows: Sequence[Mapping[str, str]], tokenizer: Any) -> None:
         """Write rows with `prompt`, a text with BOS if the model has one, and `id`."""
 
+    def write_plugin(self, values: Any) -> None:
+        """Copy the plugin to the job's folder, with values in a JSON file beside it."""
+        path = self.folder / self.plugin
+        write_json(path.with_suffix(".json"), values)
+        shutil.copy(CODE / self.plugin, path)
+
+    def calibration(self) -> tuple[float, float]:
+        """Mean and standard deviation of the reward model's raw scores."""
+        config = read_json(self.reward / "config.json")
+        return config["mean"], config["std"]
+
     @abstractmethod
     def arguments(self) -> list[str]:
         """The options as the engine's command reads them."""
@@ -160,11 +167,11 @@ class EngineJob(ABC):
 
     def command(self) -> str:
         """The shell command of a job: the engine's check of its options, and the engine."""
-        return self._in_folder(f"python3 {CHECK.name} && {shlex.join(self.words())}")
+        return self._in_folder(f"python3 {CHECK} && {shlex.join(self.words())}")
 
     def check_command(self) -> str:
         """The shell command of a job that checks the options alone."""
-        return self._in_folder(f"python3 {CHECK.name}")
+        return self._in_folder(f"python3 {CHECK}")
 
     def _in_folder(self, command: str) -> str:
         """The command in the job's folder, from which Ray's workers import; its output also goes to
@@ -172,8 +179,8 @@ class EngineJob(ABC):
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         check = {"engine": self.name, "expected": self.version, "options": self.arguments()}
-        write_json(self.folder / CHECK.with_suffix(".json").name, check)
-        shutil.copy(CHECK, self.folder)
+        write_json((self.folder / CHECK).with_suffix(".json"), check)
+        shutil.copy(CODE / CHECK, self.folder)
         run = f"cd {shlex.quote(str(self.folder))} && {command}"
         line = f"{{ {run}; }} 2>&1 | tee -a {shlex.quote(str(self.log))}"
         return f"bash -o pipefail -c {shlex.quote(line)}"
@@ -200,8 +207,10 @@ class EngineJob(ABC):
         """
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of one update, under Rondo's names, with Rondo's definitions."""
-        return renamed(values)
+        """Metrics of one update, with Rondo's names and definitions."""
+        others = {name: value for name, value in values.items() if name != "truncated_rate"}
+        truncated = values.get("truncated_rate")
+        return others if truncated is None else others | {"eos_rate": 1 - truncated}
 
     def failed_episodes(self) -> int:
         """Episodes that the engine has left out, and says so in its output alone."""
@@ -217,6 +226,35 @@ def prompt_text(tokenizer: Any, prompt: Any, params: Params) -> str:
     """A prompt as an engine reads it, which adds no special tokens."""
     rendered = render_prompt(tokenizer, prompt, params.prepare.prompt_format)
     return text_with_bos(tokenizer, rendered)
+
+
+def write_critic(reward: Path, target: Path, engine: str) -> None:
+    """Write a token classifier whose value of a token is the reward model's calibrated score, as
+    Rondo's critic has it: the engine would start from the score before calibration.
+
+    Raises:
+        BadInput: the head of the architecture's token classifier is not that of a reward model.
+    """
+    # imported here: takes seconds
+    from transformers import AutoModelForTokenClassification
+
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    critic = AutoModelForTokenClassification.from_pretrained(
+        reward, dtype="auto", trust_remote_code=False
+    )
+    head = getattr(critic, "score", None)
+    if head is None or head.bias is None:
+        raise BadInput(
+            f"ppo.engine {engine}: {type(critic).__name__} cannot start from a reward model, as "
+            "its head is another one: use openrlhf, or another base model"
+        )
+    mean, std = critic.config.mean, critic.config.std
+    head.weight.data /= std
+    head.bias.data.fill_(-mean / std)
+    critic.save_pretrained(part)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
 
 
 def check_installed() -> None:
@@ -260,10 +298,9 @@ class EngineMetrics:
         self.events.Reload()
         steps: dict[int, dict[str, float]] = {}
         written: list[str] = self.events.Tags()["scalars"]
-        for tag in written:
-            if (name := job.tags.get(tag)) is not None:
-                for event in self.events.Scalars(tag):
-                    steps.setdefault(event.step, {})[name] = event.value
+        for tag, name in job.tags.items():
+            for event in self.events.Scalars(tag) if tag in written else ():
+                steps.setdefault(event.step, {})[name] = event.value
         complete = set(steps)
         if job.last_tag:
             last = self.events.Scalars(job.last_tag) if job.last_tag in written else []
@@ -275,11 +312,9 @@ class EngineMetrics:
         return [{"step": step, **job.metrics(steps[step])} for step in sorted(complete)]
 
 
-def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of one update with Rondo's definitions."""
-    others = {name: value for name, value in metrics.items() if name != "truncated_rate"}
-    truncated = metrics.get("truncated_rate")
-    return others if truncated is None else others | {"eos_rate": 1 - truncated}
+def numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    """The files or folders that match a pattern, by the number in their names."""
+    return {int(re.sub(r"\D", "", path.name)): path for path in folder.glob(pattern)}
 
 
 def count(options: Mapping[str, Any], name: str) -> int:
@@ -300,16 +335,10 @@ def hydra_value(value: Any) -> str:
         return f"[{','.join(map(hydra_value, value))}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{hydra_value(item)}' for key, item in value.items())}}}"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return str(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
     # backslashes count only before a quote, and before the closing one
-    text = re.sub(
-        r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), str(value)
-    )
+    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), value)
     return f"'{text}'"
 
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import read_json, write_json, write_jsonl
+from stages.lib.core.files import write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.engines import Options
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.job import EngineJob, count, hydra_words, renamed
+from stages.ppo.engines.job import EngineJob, count, hydra_words, numbered, write_critic
 
 Overrides = dict[str, Any]  # values of JSON
 
@@ -44,7 +43,6 @@ REWARD_MODEL: Overrides = {
     "max_grad_norm": None,
 }
 
-DRIVER = Path(__file__).with_name("rondo_nemo_rl.py")
 # After a response, NeMo RL adds a message with the reward, of about 30 characters. Without room
 # for it, a response counts as cut off.
 REWARD_MESSAGE = 64
@@ -91,51 +89,46 @@ class NemoRlJob(EngineJob):
         *("loss_fn.truncated_importance_sampling_ratio", f"{REWARD}.resources"),
         *("loss_fn.truncated_importance_sampling_ratio_min", f"{REWARD}.dtensor_cfg"),
     )
-    tags, last_tag = METRICS, "timing/train/total_step_time"
+    plugin, tags, last_tag = "rondo_nemo_rl.py", METRICS, "timing/train/total_step_time"
     next_run = "starts from SFT again: NeMo RL would continue with another reference"
 
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         super().__init__(params, folder, sft, reward)
-        self.prompts, self.driver = self.folder / "prompts.jsonl", self.folder / DRIVER.name
-        self.kept, self.critic_start = self.folder / "policies", self.folder / "critic"
         self.reward_tokenizer = self.folder / "reward_tokenizer"
         self.logs = self.folder / "logs"
         self.events = self.logs / "exp_001/tensorboard"  # it counts the runs in `logs`
 
     def write_prompts(self, rows: Sequence[Mapping[str, str]], tokenizer: Any) -> None:
-        """Also write the driver with its overrides, the critic, and a tokenizer for the reward
+        """Also write the plugin with its overrides, the critic, and a tokenizer for the reward
         model; and delete what earlier jobs left, which NeMo RL would continue.
         """
         from transformers import AutoTokenizer  # takes seconds to import
 
         for left in (self.states, self.kept, self.logs):
             shutil.rmtree(left, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(self.prompts, [{"input": row["prompt"], "output": ""} for row in rows])
         write_critic(self.reward, self.critic_start, self.name)
         reader = AutoTokenizer.from_pretrained(self.reward, trust_remote_code=False)
         reader.bos_token = None  # the prompts have it where the model has one; NeMo RL adds it
         reader.save_pretrained(self.reward_tokenizer)
-        overrides = self.score_scale() | {
-            "policy.generation.stop_token_ids": saved_end_tokens(self.sft, tokenizer).ids
-        }
-        write_json(self.driver.with_suffix(".json"), hydra_words(overrides))
-        shutil.copy(DRIVER, self.driver)
+        ends = saved_end_tokens(self.sft, tokenizer).ids
+        self.write_plugin(
+            hydra_words(self.score_scale() | {"policy.generation.stop_token_ids": ends})
+        )
 
     def score_scale(self) -> Overrides:
         """Calibration and clip: what maps mean -+ clip * std to -+ clip."""
-        model = read_json(self.reward / "config.json")
-        clip = self.params.ppo.score_clip
+        (mean, std), clip = self.calibration(), self.params.ppo.score_clip
         return {
             "ppo.reward_scaling.enabled": True,
-            "ppo.reward_scaling.source_min": model["mean"] - clip * model["std"],
-            "ppo.reward_scaling.source_max": model["mean"] + clip * model["std"],
+            "ppo.reward_scaling.source_min": mean - clip * std,
+            "ppo.reward_scaling.source_max": mean + clip * std,
             "ppo.reward_scaling.target_min": -clip,
             "ppo.reward_scaling.target_max": clip,
         }
 
     def words(self) -> list[str]:
-        return ["python3", str(self.driver), *self.arguments()]
+        return ["python3", str(self.folder / self.plugin), *self.arguments()]
 
     def arguments(self) -> list[str]:
         """Hydra's overrides of NeMo RL's recipe for PPO, which has no reward model."""
@@ -147,15 +140,12 @@ class NemoRlJob(EngineJob):
         )
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
-        folders = self.kept.glob("step_*")
-        return {int(folder.name.removeprefix("step_")): folder for folder in folders}
+        return numbered(self.kept, "step_*")
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         ppo = self.params.ppo
-        steps = ppo.batch_size // ppo.mini_batch_size
-        return renamed(
-            {name: value / steps if name in SUMMED else value for name, value in values.items()}
-        )
+        steps = {name: ppo.batch_size // ppo.mini_batch_size for name in SUMMED}
+        return super().metrics({name: value / steps.get(name, 1) for name, value in values.items()})
 
     def placement(self) -> Options:
         """Policy, critic and vLLM take turns; the reward model has GPUs of its own: half of a
@@ -187,12 +177,41 @@ class NemoRlJob(EngineJob):
         """All keys of NeMo RL's config that differ from its recipe, or that Rondo needs; `++`:
         those that NeMo RL reads, but that the recipe does not name.
         """
-        return self._models() | self._algorithm() | self._rewards() | self._run()
+        return self._algorithm() | self._models() | self._run()
 
     @property
     def longest(self) -> int:
         """Tokens of an episode at most."""
         return self.params.prepare.max_prompt_tokens + self.params.ppo.response_length
+
+    def _algorithm(self) -> Overrides:
+        """PPO with GAE and the KL in the reward: the recipe has no KL, two ratios and a second
+        clip. The reward model reads the texts of prompt and response, and EOS after them.
+        """
+        ppo = self.params.ppo
+        return {
+            "ppo.ppo_epochs": ppo.num_ppo_epochs,
+            "ppo.adv_estimator.gae_gamma": ppo.gamma,
+            "ppo.adv_estimator.gae_lambda": ppo.lam,
+            "ppo.skip_reference_policy_logprobs_calculation": False,
+            "loss_fn.use_kl_in_reward": True,
+            "loss_fn.reference_policy_kl_penalty": ppo.kl_coef,
+            "loss_fn.reference_policy_kl_type": "k1",
+            "loss_fn.ratio_clip_min": ppo.cliprange,
+            "loss_fn.ratio_clip_max": ppo.cliprange,
+            "loss_fn.ratio_clip_c": None,
+            "value_loss_fn.scale": 1.0,
+            "value_loss_fn.cliprange": ppo.cliprange_value,
+            f"{REWARD}.model_name": str(self.reward),
+            f"{REWARD}.tokenizer.name": str(self.reward_tokenizer),
+            f"{REWARD}.tokenizer.chat_template": None,
+            f"{REWARD}.batch_size": ppo.micro_batch_size,
+            f"{REWARD}.max_model_len": self.longest + 1,
+            "ppo.reward_shaping.enabled": False,
+            "data.default.env_name": "reward_model",
+            # also here, where PPO looks whether the reward model has GPUs of its own
+            "++data.env_name": "reward_model",
+        }
 
     def _models(self) -> Overrides:
         """Policy, reference and critic, and their optimizers."""
@@ -220,40 +239,6 @@ class NemoRlJob(EngineJob):
                 linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": rise}
                 chosen[f"{role}.scheduler"] = [linear, {"milestones": []}]
         return chosen
-
-    def _algorithm(self) -> Overrides:
-        """PPO with GAE and the KL in the reward: the recipe has no KL, two ratios and a second
-        clip.
-        """
-        ppo = self.params.ppo
-        return {
-            "ppo.ppo_epochs": ppo.num_ppo_epochs,
-            "ppo.adv_estimator.gae_gamma": ppo.gamma,
-            "ppo.adv_estimator.gae_lambda": ppo.lam,
-            "ppo.skip_reference_policy_logprobs_calculation": False,
-            "loss_fn.use_kl_in_reward": True,
-            "loss_fn.reference_policy_kl_penalty": ppo.kl_coef,
-            "loss_fn.reference_policy_kl_type": "k1",
-            "loss_fn.ratio_clip_min": ppo.cliprange,
-            "loss_fn.ratio_clip_max": ppo.cliprange,
-            "loss_fn.ratio_clip_c": None,
-            "value_loss_fn.scale": 1.0,
-            "value_loss_fn.cliprange": ppo.cliprange_value,
-        }
-
-    def _rewards(self) -> Overrides:
-        """The reward model, which reads the texts of prompt and response, and EOS after them."""
-        return {
-            f"{REWARD}.model_name": str(self.reward),
-            f"{REWARD}.tokenizer.name": str(self.reward_tokenizer),
-            f"{REWARD}.tokenizer.chat_template": None,
-            f"{REWARD}.batch_size": self.params.ppo.micro_batch_size,
-            f"{REWARD}.max_model_len": self.longest + 1,
-            "ppo.reward_shaping.enabled": False,
-            "data.default.env_name": "reward_model",
-            # also here, where PPO looks whether the reward model has GPUs of its own
-            "++data.env_name": "reward_model",
-        }
 
     def _run(self) -> Overrides:
         """Prompts, rollouts, checkpoints and metrics."""

@@ -5,6 +5,7 @@ Read in the source of the version that is recorded: `cli/train_ppo_ray.py`,
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from stages.lib.core.files import write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.engines import Options
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.engines.job import EngineJob, count
+from stages.ppo.engines.job import EngineJob, count, numbered
 
 RUN_NAME = "rondo"  # of the folder with the metrics
 GPU_MEMORY_UTILIZATION = 0.6  # vLLM's share of a GPU, if the other models wait meanwhile
@@ -50,18 +51,15 @@ class OpenRlhfJob(EngineJob):
 
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         super().__init__(params, folder, sft, reward)
-        self.prompts, self.final = self.folder / "prompts.jsonl", self.folder / "final"
+        self.final = self.folder / "final"
         self.critic = self.folder / "final_critic"  # OpenRLHF's name for it
-        self.events = self.folder / "tensorboard" / RUN_NAME
+        self.events /= RUN_NAME
 
     def write_prompts(self, rows: Sequence[Mapping[str, str]], _: Any) -> None:
         write_jsonl(self.prompts, rows)
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
-        folders = {
-            int(folder.name.removeprefix("global_step").removesuffix("_hf")): folder
-            for folder in self.states.glob("global_step*_hf")
-        }
+        folders = numbered(self.states, "global_step*_hf")
         if ended:
             return folders | {last: self.final}
         # metrics are written before the checkpoint, so that the last one may be in the making
@@ -76,10 +74,10 @@ class OpenRlhfJob(EngineJob):
     def placement(self) -> Options:
         nodes, gpus = self.params.launcher.nodes, self.params.launcher.gpus_per_node
         size = count(self.params.ppo.engine_options, "vllm.tensor_parallel_size")
-        roles: Options = {}
-        for role in ("actor", "ref", "critic", "reward"):
-            roles |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": gpus}
-        return roles | {
+        roles = ("actor", "ref", "critic", "reward")
+        return {
+            **{f"{role}.num_nodes": nodes for role in roles},
+            **{f"{role}.num_gpus_per_node": gpus for role in roles},
             "train.colocate_all": True,
             "vllm.num_engines": max(nodes * gpus // size, 1),
             "vllm.tensor_parallel_size": 1,
@@ -91,11 +89,7 @@ class OpenRlhfJob(EngineJob):
         }
 
     def workers(self) -> dict[str, int]:
-        options = self.options()
-
-        def number(name: str) -> int:
-            return count(options, name)
-
+        number = partial(count, self.options())
         shared = number("ds.ring_attn_size") * number("ds.tensor_parallel_size")
         return {
             role: number(f"{role}.num_nodes") * number(f"{role}.num_gpus_per_node") // shared

@@ -15,7 +15,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 STATES, POLICIES = FOLDER / "states", FOLDER / "policies"
 RECIPE = "configs/ppo_math_1B.yaml"
-SECONDS = 5.0  # between two looks
+SECONDS = 1.0  # between two looks
 
 
 def examples() -> Path:

@@ -10,20 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params import Params
 from stages.lib.core.params.engines import Options
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
-from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.job import EngineJob, count, hydra_words
+from stages.ppo.engines.job import EngineJob, count, hydra_words, numbered, write_critic
 
 GPU_MEMORY_UTILIZATION = 0.5  # vLLM's share of a GPU, if the other models wait meanwhile
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 REF, REWARD_ROLLOUT = "actor_rollout_ref.ref", "reward.reward_model.rollout"
 
-PLUGIN = Path(__file__).with_name("rondo_verl.py")
 FAILED = "Error in _run_prompt"  # the line of a failed generation in verl's output
+SAVED = "actor/huggingface"  # the policy in a checkpoint
 LATEST = "latest_checkpointed_iteration.txt"  # verl writes it after the checkpoint
 
 # A prompt is one message whose text is used as it is
@@ -52,7 +51,7 @@ class VerlJob(EngineJob):
     """
 
     name, title, version = "verl", "verl", "0.9.1"
-    tags = METRICS
+    tags, plugin = METRICS, "rondo_verl.py"
     needed = (
         *("algorithm", "data", "distillation", "ray_kwargs", "reward", "reward_model", "trainer"),
         *(
@@ -73,22 +72,30 @@ class VerlJob(EngineJob):
         "trainer.ray_wait_register_center_timeout",
     )
 
-    @property
-    def prompts(self) -> Path:
-        return self.folder / "prompts.parquet"
-
-    @property
-    def plugin(self) -> Path:
-        return self.folder / PLUGIN.name
+    def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
+        super().__init__(params, folder, sft, reward)
+        self.prompts = self.folder / "prompts.parquet"
 
     def write_prompts(self, rows: Sequence[Mapping[str, str]], tokenizer: Any) -> None:
-        """Also write rondo_verl.py with its numbers, which verl loads as a module, and the critic;
-        and delete checkpoints of earlier jobs, which verl would keep.
+        """Also write the plugin with its numbers, which verl loads as a module, and the critic; and
+        delete checkpoints of earlier jobs, which verl would keep.
         """
         from datasets import Dataset  # takes seconds to import
 
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_latest()
+        ppo, (mean, std) = self.params.ppo, self.calibration()
+        self.write_plugin(
+            {
+                "model": str(self.reward),
+                "mean": mean,
+                "std": std,
+                "ends": saved_end_tokens(self.sft, tokenizer).ids,
+                "clip": ppo.score_clip,
+                "missing_eos_penalty": ppo.missing_eos_penalty,
+                "length_penalty": ppo.length_penalty,
+                "free_length": ppo.free_length,
+            }
+        )
         write_critic(self.reward, self.critic_start, self.name)
         Dataset.from_list(
             [
@@ -102,27 +109,6 @@ class VerlJob(EngineJob):
                 for index, row in enumerate(rows)
             ]
         ).to_parquet(str(self.prompts))
-        ppo, model = self.params.ppo, read_json(self.reward / "config.json")
-        numbers = {
-            "model": str(self.reward),
-            "mean": model["mean"],
-            "std": model["std"],
-            "ends": saved_end_tokens(self.sft, tokenizer).ids,
-            "clip": ppo.score_clip,
-            "missing_eos_penalty": ppo.missing_eos_penalty,
-            "length_penalty": ppo.length_penalty,
-            "free_length": ppo.free_length,
-        }
-        write_json(self.plugin.with_suffix(".json"), numbers)
-        shutil.copy(PLUGIN, self.plugin)
-
-    @property
-    def critic_start(self) -> Path:
-        return self.folder / "critic"
-
-    @property
-    def kept(self) -> Path:
-        return self.folder / "policies"
 
     def latest(self) -> int:
         """The update of the last complete checkpoint; 0: there is none."""
@@ -133,25 +119,21 @@ class VerlJob(EngineJob):
     def _keep_latest(self) -> None:
         """Leave the last complete checkpoint, from which a job continues, and all policies."""
         latest = self.latest()
-        for folder in self.states.glob("global_step_*"):
-            update = int(folder.name.removeprefix("global_step_"))
-            saved, policy = folder / "actor/huggingface", self.kept / folder.name
+        for update, folder in numbered(self.states, "global_step_*").items():
             if update == latest:
                 continue
+            saved, policy = folder / SAVED, self.kept / folder.name
             if update < latest and saved.exists() and not policy.exists():
-                policy.parent.mkdir(exist_ok=True)
+                self.kept.mkdir(exist_ok=True)
                 saved.rename(policy)
             shutil.rmtree(folder)
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
         """Also those of the last two checkpoints, if verl was killed before it kept them."""
-        saved = {
-            path.parents[1]: path for path in self.states.glob("global_step_*/actor/huggingface")
-        }
-        saved |= {path: path for path in self.kept.glob("global_step_*")}
-        updates = {int(folder.name.removeprefix("global_step_")): saved[folder] for folder in saved}
-        latest = self.latest()
-        return {update: path for update, path in updates.items() if update <= latest}
+        states = numbered(self.states, "global_step_*")
+        saved = {update: path / SAVED for update, path in states.items() if (path / SAVED).exists()}
+        latest, saved = self.latest(), saved | numbered(self.kept, "global_step_*")
+        return {update: path for update, path in saved.items() if update <= latest}
 
     def failed_episodes(self) -> int:
         """verl trains on fewer episodes than `ppo.batch_size` then, filled up with padding. There
@@ -195,47 +177,12 @@ class VerlJob(EngineJob):
         """All keys of verl's config that differ from its defaults, or that Rondo needs; `+`: those
         that verl reads, but that its config does not name.
         """
-        micro = self.params.ppo.micro_batch_size
-        added: Options = {
-            # Ray's workers have not the environment of the command
-            "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(self.events),
-            # without them, the critic packs up to critic.ppo_max_token_len_per_gpu tokens per pass
-            "+critic.fsdp.use_dynamic_bsz": False,
-            "+critic.fsdp.micro_batch_size_per_gpu": micro,
-            "+critic.fsdp.infer_micro_batch_size_per_gpu": micro,
-        }
-        return self._models() | self._algorithm() | self._rewards() | self._run() | added
-
-    def _models(self) -> Options:
-        """Policy, reference and critic, and their optimizers."""
-        params, ppo = self.params, self.params.ppo
-        chosen: Options = {
-            f"{MODEL}.path": str(self.sft),
-            f"{MODEL}.custom_chat_template": TEMPLATE,
-            f"{MODEL}.enable_gradient_checkpointing": ppo.gradient_checkpointing,
-            "critic.model.path": str(self.critic_start),
-            "critic.model.tokenizer_path": str(self.reward),
-            "critic.model.enable_gradient_checkpointing": ppo.gradient_checkpointing,
-            f"{ACTOR}.optim.lr": ppo.learning_rate,
-            "critic.optim.lr": ppo.critic_learning_rate,
-            f"{ACTOR}.fsdp_config.seed": params.seed,
-            "critic.fsdp.seed": params.seed,
-            f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
-            f"{ACTOR}.checkpoint.load_contents": ["model", "optimizer", "extra"],
-        }
-        for role in (ACTOR, "critic"):
-            chosen |= {
-                f"{role}.optim.lr_warmup_steps": ppo.warmup_updates,
-                f"{role}.optim.clip_grad": ppo.max_grad_norm,
-                f"{role}.grad_clip": ppo.max_grad_norm,
-                f"{role}.ppo_micro_batch_size_per_gpu": ppo.micro_batch_size,
-                f"{role}.data_loader_seed": params.seed,
-            }
-        return chosen
+        return self._algorithm() | self._models() | self._run()
 
     def _algorithm(self) -> Options:
-        """PPO with GAE, and the KL in the reward."""
-        ppo = self.params.ppo
+        """PPO with GAE and the KL in the reward, and rewards by the plugin, which asks vLLM."""
+        params, ppo, plugin = self.params, self.params.ppo, str(self.folder / self.plugin)
+        longest = params.prepare.max_prompt_tokens + ppo.response_length
         return {
             "algorithm.adv_estimator": "gae",
             "algorithm.gamma": ppo.gamma,
@@ -253,26 +200,50 @@ class VerlJob(EngineJob):
             f"{ACTOR}.entropy_coeff": ppo.entropy_coef,
             f"{ACTOR}.use_kl_loss": False,
             "critic.cliprange_value": ppo.cliprange_value,
-        }
-
-    def _rewards(self) -> Options:
-        """The reward model in vLLM, and rondo_verl.py, which asks it."""
-        params, ppo = self.params, self.params.ppo
-        return {
             "reward.reward_model.enable": True,
             "reward.reward_model.model_path": str(self.reward),
             f"{REWARD_ROLLOUT}.name": "vllm",
             # one more than an episode: EOS after a response that was cut off
-            f"{REWARD_ROLLOUT}.max_model_len": params.prepare.max_prompt_tokens
-            + ppo.response_length
-            + 1,
+            f"{REWARD_ROLLOUT}.max_model_len": longest + 1,
             "reward.reward_manager.source": "importlib",
             "reward.reward_manager.name": "RondoReward",
-            "reward.reward_manager.module.path": str(self.plugin),
+            "reward.reward_manager.module.path": plugin,
             # without one, verl does not call the manager, but sends texts of its own template
-            "reward.custom_reward_function.path": str(self.plugin),
+            "reward.custom_reward_function.path": plugin,
             "reward.custom_reward_function.name": "compute_score",
         }
+
+    def _models(self) -> Options:
+        """Policy, reference and critic, and their optimizers."""
+        params, ppo = self.params, self.params.ppo
+        micro = ppo.micro_batch_size
+        chosen: Options = {
+            f"{MODEL}.path": str(self.sft),
+            f"{MODEL}.custom_chat_template": TEMPLATE,
+            f"{MODEL}.enable_gradient_checkpointing": ppo.gradient_checkpointing,
+            "critic.model.path": str(self.critic_start),
+            "critic.model.tokenizer_path": str(self.reward),
+            "critic.model.enable_gradient_checkpointing": ppo.gradient_checkpointing,
+            f"{ACTOR}.optim.lr": ppo.learning_rate,
+            "critic.optim.lr": ppo.critic_learning_rate,
+            f"{ACTOR}.fsdp_config.seed": params.seed,
+            "critic.fsdp.seed": params.seed,
+            f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+            f"{ACTOR}.checkpoint.load_contents": ["model", "optimizer", "extra"],
+            # without them, the critic packs up to critic.ppo_max_token_len_per_gpu tokens per pass
+            "+critic.fsdp.use_dynamic_bsz": False,
+            "+critic.fsdp.micro_batch_size_per_gpu": micro,
+            "+critic.fsdp.infer_micro_batch_size_per_gpu": micro,
+        }
+        for role in (ACTOR, "critic"):
+            chosen |= {
+                f"{role}.optim.lr_warmup_steps": ppo.warmup_updates,
+                f"{role}.optim.clip_grad": ppo.max_grad_norm,
+                f"{role}.grad_clip": ppo.max_grad_norm,
+                f"{role}.ppo_micro_batch_size_per_gpu": micro,
+                f"{role}.data_loader_seed": params.seed,
+            }
+        return chosen
 
     def _run(self) -> Options:
         """Prompts, rollouts, checkpoints and metrics."""
@@ -306,8 +277,10 @@ class VerlJob(EngineJob):
             # with 1, verl would delete the last checkpoint before the next one is complete
             "trainer.max_actor_ckpt_to_keep": 2,
             "trainer.max_critic_ckpt_to_keep": 2,
-            "trainer.checkpoint_callback_class": f"{PLUGIN.stem}.KeepPolicies",
+            "trainer.checkpoint_callback_class": f"{Path(self.plugin).stem}.KeepPolicies",
             "trainer.resume_mode": "disable",
+            # Ray's workers have not the environment of the command
+            "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(self.events),
         }
         if update := self.latest():
             folder = str(self.states / f"global_step_{update}")

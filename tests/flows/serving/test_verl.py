@@ -36,7 +36,7 @@ def job(models, scorer, tmp_path) -> VerlJob:
     ids = [scorer.tokenizer(prompt).input_ids for prompt in PROMPTS]
     rows = [{"id": prompt, "prompt": prompt} for prompt in PROMPTS]
     made.write_inputs(list(zip(rows, ids, strict=True)), scorer.tokenizer)
-    path = made.plugin.with_suffix(".json")
+    path = (made.folder / made.plugin).with_suffix(".json")
     numbers = read_json(path, "")
     assert (numbers["mean"], numbers["std"]) == (0.5, 2.0)
     write_json(path, numbers | {"mean": 0.0, "std": 1.0})  # the server has calibrated, unlike vLLM

@@ -2,6 +2,7 @@
 and loud ends from which one command goes on.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.paths import ROOT
 from tests.ray_cluster import RealCluster, needs_ray, stage_processes
 from tests.servers import until
 from tests.stages.ppo.stage_process import delete_outputs, run_to_the_end, start, wait_for_updates
-from tests.stages.ppo.test_processes import delete_everything, finish, write_params
+from tests.stages.ppo.test_processes import Results, results, write_params
 
 pytestmark = needs_ray
 ENDLESS = 6 * 10_000  # episodes
@@ -29,6 +30,18 @@ def cluster() -> Iterator[RealCluster]:
     started.start_node()
     yield started
     started.close()
+
+
+def finish() -> Results:
+    """Run to the end; what the run has computed."""
+    for path in Path().glob("*.pids"):
+        path.unlink()
+    return results(run_to_the_end())
+
+
+def delete_everything() -> None:
+    delete_outputs()
+    shutil.rmtree(".rondo", ignore_errors=True)
 
 
 def run_until_killed(kill: Callable[[list[psutil.Process]], object], cluster: RealCluster) -> str:

@@ -1,6 +1,6 @@
 """What section `ppo` must have if an engine trains (docs/engines.md has the reasons).
 
-The engine checks its own options, on the cluster: stages/ppo/engines/check.py.
+The engine checks its own options, on the cluster: stages/ppo/engines/__init__.py.
 """
 
 import json

@@ -1,23 +1,73 @@
-"""What the jobs of all engines share: refused options, the command, prompts and metrics."""
+"""What the jobs of all engines share: options, the command, prompts and metrics."""
 
 import json
 import os
+import re
 import shlex
 from collections import Counter
+from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
+)
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.ppo.engines import JOBS
-from stages.ppo.engines.job import EngineMetrics
+from stages.ppo.engines.job import EngineMetrics, write_critic
 from stages.ppo.engines.openrlhf import arguments
-from tests.stages.ppo.engines.jobs import Letters, install, job_of, settings
+from tests.paths import ROOT
+from tests.stages.ppo.engines.jobs import (
+    Letters,
+    distinct,
+    install,
+    job_of,
+    save_reward_model,
+    settings,
+)
 
 ACTOR, REWARD = "actor_rollout_ref.actor", "env.reward_model"
 ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
+SHORT = {"A": ACTOR, "R": "actor_rollout_ref.rollout", "P": "policy", "V": "value", "E": REWARD}
+
+
+def documented(engine: str) -> list[tuple[str, str]]:
+    """The table of docs/engines.md: keys of params.yaml, and patterns of an engine's options."""
+    lines = (ROOT / "docs/engines.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| Rondo | Open"))
+    rows = [line.split("|")[1:-1] for line in lines[start + 2 :]]
+    rows = rows[: rows.index([])]
+    column = 1 + list(JOBS).index(engine)
+    pairs = []
+    for row in rows:
+        [key] = re.findall("`(.*?)`", row[0])
+        for pattern in re.findall("`(.*?)`", row[column]):
+            first, dot, rest = pattern.partition(".")
+            pairs.append(
+                (key if "." in key else f"ppo.{key}", SHORT.get(first, first) + dot + rest)
+            )
+    return pairs
+
+
+@pytest.mark.parametrize("engine", JOBS)
+def test_each_setting_goes_to_the_options_that_the_documentation_names(engine):
+    """No two settings have the same value."""
+    none = {"entropy_coef": 0.0} if engine == "nemo_rl" else {}
+    params = distinct(engine, gpus=4 if engine == "verl" else 8, **none)
+    options = job_of(params).options()
+    pairs = documented(engine)
+    assert len(pairs) >= 19
+    for key, pattern in pairs:
+        values = [options[name] for name in options if fnmatchcase(name, pattern)]
+        assert values and set(values) == {attrgetter(key)(params)}, (key, pattern)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +195,28 @@ def test_prompts_that_are_all_read_otherwise_are_refused(tmp_path):
         job_of(settings("openrlhf"), tmp_path).write_inputs(episodes, Letters())
 
 
+def test_the_critics_values_are_calibrated_scores(tmp_path, tiny_folder):
+    save_reward_model(tmp_path / "reward", tiny_folder)
+    write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
+    reward = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        raw, values = reward(tokens).logits[0], critic(tokens).logits[0, -1]
+    torch.testing.assert_close(values, (raw - 1.5) / 2.0)
+    assert raw.abs() > 1e-4
+
+
+def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_path):
+    config = GPTNeoXConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    GPTNeoXForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    with pytest.raises(BadInput, match="GPTNeoXForTokenClassification cannot start from a reward"):
+        write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
+    assert not (tmp_path / "critic").exists()
+
+
 def write_events(job: Any, steps: list[tuple[int, float]]) -> None:
     writer = SummaryWriter(log_dir=f"{job.folder}/tensorboard/rondo")
     for step, kl in steps:
@@ -164,8 +236,11 @@ def test_metrics_have_our_names_and_of_an_update_made_twice_the_later_one_counts
         {"step": 2, "kl_per_token": 1.0, "eos_rate": 0.75},
         {"step": 3, "kl_per_token": 1.5, "eos_rate": 0.75},
     ]
-    write_events(job, [(3, 2.5), (4, 3.0)])  # a job that was resumed after update 2
-    assert [row["kl_per_token"] for row in metrics.read()] == [0.5, 1.0, 2.5, 3.0]
+    # a job that was resumed after update 2, and killed before it wrote those of update 4
+    write_events(job, [(3, 2.5), (5, 3.0)])
+    assert [(row["step"], row["kl_per_token"]) for row in metrics.read()] == [
+        *((1, 0.5), (2, 1.0), (3, 2.5), (5, 3.0))
+    ]
 
 
 def test_an_update_of_which_a_part_is_written_waits_for_the_rest(tmp_path):
@@ -180,6 +255,7 @@ def test_an_update_of_which_a_part_is_written_waits_for_the_rest(tmp_path):
         return [row["step"] for row in metrics.read()]
 
     assert write(1, "kl") == [] and write(1, "entropy_loss") == []
+    assert [row["step"] for row in metrics.read(ended=True)] == [1]  # of a single update
     assert write(2, "entropy_loss") == [1]
     assert write(2, "kl") == [1, 2]
     assert write(3, "kl") == [1, 2]

@@ -105,7 +105,7 @@ def test_the_version_and_the_reward_model_are_those_of_the_checkout(nemo_rl):
 def test_nemo_rl_reads_the_command_as_it_is_meant(job):
     made = job(warmup_updates=2, gradient_checkpointing=True)
     made.write_prompts([{"prompt": "a", "id": "1"}], load_tokenizer(made.sft))
-    from_files = json.loads(made.driver.with_suffix(".json").read_text())
+    from_files = json.loads((made.folder / made.plugin).with_suffix(".json").read_text())
     config = rondo_check.compose_nemo_rl(made.arguments() + from_files)
     for name, value in made.options().items():
         assert read(config, name.removeprefix("++")) == value, name
@@ -309,18 +309,3 @@ def test_names_of_metrics_are_those_that_nemo_rl_writes(nemo_rl):
     ends = [sources[0].rindex(f'prefix="{prefix}"') for prefix in ("train", "timing/train")]
     assert ends == sorted(ends)
     assert 'timer.time("total_step_time")' in sources[0]
-
-
-def test_a_job_that_continued_would_have_its_checkpoint_as_the_reference(nemo_rl):
-    """Why none does: the reference is copied after the weights are loaded."""
-    models = nemo_rl / "nemo_rl/models"
-    worker = (models / "policy/workers/dtensor_policy_worker_v2.py").read_text()
-    loads = worker.index("setup_model_and_optimizer(\n            config=config")
-    assert loads < worker.index("setup_reference_model_state(self.model)")
-    setup = (models / "automodel/setup.py").read_text()
-    assert "checkpoint_manager.load_checkpoint(" in setup[setup.index("def setup_model_and_opt") :]
-    # the older worker copies it before, but PPO cannot use it
-    older = (models / "policy/workers/dtensor_policy_worker.py").read_text()
-    older += (models / "policy/workers/base_policy_worker.py").read_text()
-    assert "def finish_inference" in worker
-    assert "def finish_inference" not in older

@@ -13,8 +13,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.lm.loading import load_tokenizer
 from stages.ppo.alternatives.stage import load_prompts
 from stages.ppo.engines import rondo_check
-from stages.ppo.engines.critic import write_critic
-from stages.ppo.engines.job import hydra_value
+from stages.ppo.engines.job import hydra_value, write_critic
 from stages.ppo.engines.verl import METRICS, MODEL, VerlJob
 from stages.ppo.trainer import functional
 from tests import engine_settings
