@@ -146,7 +146,7 @@ def test_only_the_kinds_in_the_settings_are_uploaded(models: Path, home: Path) -
 def test_files_are_sent_after_an_outage_though_the_folder_has_another_model(
     models: Path, home: Path
 ) -> None:
-    """Unless DVC's cache has lost one; this holds up no other model. And no file is stored twice,
+    """But one that is damaged in DVC's cache; it holds up no other. No file is stored twice,
     nor after `dvc gc`, which removes the list of the files.
     """
     database, folder = f"sqlite:///{home / 'mlflow.db'}", home.parent
@@ -156,6 +156,7 @@ def test_files_are_sent_after_an_outage_though_the_folder_has_another_model(
     for path in (models / ".dvc/cache").rglob("*"):
         if path.is_file() and b"score.weight" in path.read_bytes()[:10_000]:
             path.unlink()
+            path.write_bytes(b"damaged")
     (message,) = record(database, folder, run="next")
     assert "does not get the files of r0-reward" in message and "run its stage again" in message
     statuses = {name: model.status for name, model in models_of(database, "first").items()}
