@@ -217,7 +217,7 @@ def status() -> None:
 @app.command
 def sync() -> None:
     """Send MLflow what it lacks of all runs that were recorded here."""
-    from flows.tracking.sync import send_all, unsent
+    from flows.tracking.mlflow_tracker import send_all, unsent
 
     home = HOME.resolve()
     for line in send_all(home, print):

@@ -19,8 +19,8 @@ from flows.execution.worktree import (
     old_workspaces,
     workspaces,
 )
-from flows.tracking import sync
 from flows.tracking.mlflow_store import OFF, store_uri
+from flows.tracking.mlflow_tracker import unsent
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import RESUME_STATE, WORK
 
@@ -87,7 +87,7 @@ def _age(path: Path) -> float:
 def _check_cache_is_free(home: Path) -> None:
     if not all(map(is_free, (home / RUNS).glob("*.lock"))):
         raise BadInput("a run is running: its results are not recorded yet; wait for its end")
-    lacking = sync.unsent(home)
+    lacking = unsent(home)
     if lacking and store_uri(home) != OFF:
         raise BadInput(
             f"MLflow lacks records or models of {len(lacking)} runs, whose files may be in DVC's "

@@ -2,19 +2,22 @@
 
 A pipeline run is a parent run, each stage of a round a child run, each checkpoint a LoggedModel.
 Runs and models are found by their tags, and MLflow stores equal metrics once, so that sending a
-record twice changes nothing.
+record twice changes nothing. A LoggedModel is PENDING until all of its files are stored. An adapter
+refers to the LoggedModel of its SFT model.
 """
 
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlflow
-import pandas
 from mlflow import MlflowClient
 from mlflow.entities import (
     Dataset,
@@ -31,18 +34,21 @@ from mlflow.entities import (
 )
 from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
+from mlflow.models import Model, infer_signature
+from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, ErrorCode
-from mlflow.utils import get_results_from_paginated_fn
 from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
     MLFLOW_MODEL_IS_EXTERNAL,
     MLFLOW_PARENT_RUN_ID,
     MLFLOW_RUN_NOTE,
 )
+from pandas import DataFrame
 from requests.exceptions import RequestException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+import stages
 from flows.core.databases import make_database
 from flows.core.services import (
     MLFLOW_DATABASE,
@@ -53,9 +59,8 @@ from flows.core.services import (
 )
 from flows.tracking import model_registry
 from flows.tracking.mlflow_server import make_tables
-from flows.tracking.models import Checkpoint
 from flows.tracking.provenance import PROJECT
-from flows.tracking.records import Record, Step, health
+from flows.tracking.records import Checkpoint, Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
 
 EXPERIMENT = "rondo"
@@ -80,10 +85,18 @@ EVALUATION = ("evaluation_id", "lineage")  # tags of a record, for the models of
 MODEL_TAGS = ("round", "seed", "revision", "preset", PROJECT)  # of a record, for its models
 # Tags: the pipeline run, the stage, and a hash of the record that MLflow has completely
 RUN, ADDRESS, RECORD = "rondo.run", "rondo.address", "rondo.record"
-PAGE = 100  # runs or models of one request
 PIPELINE = "pipeline"  # the address of a pipeline run
 ENDED = ("FINISHED", "FAILED", "KILLED")
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+# Of a model with files
+CODE = Path(__file__).with_name("pyfunc_model.py")
+ROOMS = ("core", "data", "lm", "thresholds")  # of stages/lib, which CODE imports
+PACKAGES = (
+    *("mlflow", "torch", "transformers", "peft", "safetensors"),
+    *("pydantic", "ruamel.yaml", "pandas", "Jinja2"),
+)
+WEIGHTS = "weights"  # subfolder of a model, as in CODE
+ADAPTER = "adapter_config.json"
 
 
 def connect(uri: str) -> MlflowClient:
@@ -140,21 +153,17 @@ def _check_version(client: MlflowClient, uri: str) -> None:
 class MlflowStore:
     """An MLflow server or database; every call may raise one of FAILURES."""
 
-    def __init__(self, uri: str, local: bool) -> None:
-        """Open the experiment, or create it.
-
-        Args:
-            uri: of the MLflow server or database.
-            local: whether it is the server of `rondo up` or its database; other servers choose
-                where artifacts are.
-        """
-        self.client, self.local = connect(uri), local
+    def __init__(self, uri: str) -> None:
+        """Open the experiment, or create it."""
+        self.client = connect(uri)
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
         if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
             # The name stays taken, and MLflow accepts no run in a deleted experiment.
             self.client.restore_experiment(experiment.experiment_id)
-        # Not a folder: clients on other machines read artifacts through the server.
-        location = f"mlflow-artifacts:/{EXPERIMENT}" if local else None
+        # The server that the user names chooses where artifacts are. For the project's own it is no
+        # folder: clients on other machines read artifacts through the server.
+        is_own = not os.environ.get(TRACKING_URI)
+        location = f"mlflow-artifacts:/{EXPERIMENT}" if is_own else None
         self.experiment = (
             experiment.experiment_id
             if experiment
@@ -180,12 +189,7 @@ class MlflowStore:
     def runs_of(self, run: str) -> dict[str, Run]:
         """The MLflow runs of a pipeline run by address; its own has the empty one."""
         query = f"tags.`{RUN}` = '{run}'"
-        matches: list[Run] = get_results_from_paginated_fn(
-            lambda number, token: self.client.search_runs(
-                [self.experiment], query, max_results=number, page_token=token
-            ),
-            PAGE,
-        )
+        matches = mlflow.search_runs([self.experiment], query, output_format="list")
         runs = {one.data.tags[ADDRESS].removeprefix(PIPELINE): one for one in matches}
         self.runs |= {(run, address): one.info.run_id for address, one in runs.items()}
         return runs
@@ -196,7 +200,7 @@ class MlflowStore:
         PPO's health goes to the pipeline run too: MLflow compares pipeline runs in one chart.
         """
         for part, of_part in ((address, steps), ("", health(address, steps))):
-            metrics = [Metric(step.key, step.value, step.time, step.step) for step in of_part]
+            metrics = [Metric(*step) for step in of_part]
             self.client.log_batch(self.run_id(run, part, started), metrics)
 
     def send(self, record: Record, digest: str = "") -> None:
@@ -212,8 +216,7 @@ class MlflowStore:
         self.client.log_batch(run_id, params=params, tags=tags)
         last = max((step.step for step in record.steps), default=0)
         final = [
-            Step(key=f"final/{key}", value=value, time=record.ended, step=last)
-            for key, value in record.final.items()
+            Step(f"final/{key}", value, record.ended, last) for key, value in record.final.items()
         ]
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         self._send_files(run_id, record)
@@ -256,21 +259,30 @@ class MlflowStore:
             file.path for file in self.client.list_artifacts(run_id)
         ]:
             rows = [{key: _cell(value) for key, value in row.items()} for row in record.samples]
-            self.client.log_table(run_id, pandas.DataFrame(rows), "samples.json")
+            self.client.log_table(run_id, DataFrame(rows), "samples.json")
 
     def _send_models(self, run_id: str, record: Record) -> None:
         """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
         data = next((data for data in record.inputs.items() if data[0].endswith(HELD_DATA)), None)
         if data and any(checkpoint.metrics for checkpoint in record.checkpoints):
             self.client.log_inputs(run_id, [_data_set(*data, HELD_OUT, "eval")])
+        data_set = (HELD_OUT, data[1]) if data else (None, None)
+        evaluation = {name: record.tags[name] for name in EVALUATION if name in record.tags}
         for checkpoint in record.checkpoints:
             maker = checkpoint.made_by or record.address
             owner = self.runs.get((record.run, maker), run_id)
             model = self._earlier_model(record, checkpoint)
             if model is None:
-                made = self._find_model(checkpoint.name, {}, f"source_run_id = '{owner}'")
+                same = {"name": checkpoint.name, "tags.md5": checkpoint.digest}
+                made = self._find_model(same | {"source_run_id": owner})
                 model = made or self._create_model(owner, record, checkpoint)
-                self._send_metrics(run_id, record, checkpoint, model.model_id, data)
+                metrics = [
+                    Metric(name, value, record.ended, checkpoint.step, model.model_id, *data_set)
+                    for name, value in checkpoint.metrics.items()
+                ]
+                self.client.log_batch(run_id, metrics)
+                if evaluation:
+                    self.client.set_logged_model_tags(model.model_id, evaluation)
             if model.source_run_id != run_id:
                 self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
 
@@ -281,24 +293,19 @@ class MlflowStore:
         """
         if record.tags.get("dvc") != "unchanged" or PROJECT not in record.tags:
             return None
+        same = {"name": checkpoint.name, "tags.md5": checkpoint.digest}
         names = (PROJECT, "round", *EVALUATION)
-        tags = {name: record.tags[name] for name in names if name in record.tags}
-        tags["md5"] = checkpoint.digest
-        return self._find_model(checkpoint.name, tags, with_files=bool(checkpoint.files))
+        same |= {f"tags.{name}": record.tags[name] for name in names if name in record.tags}
+        return self._find_model(same, with_files=bool(checkpoint.files))
 
-    def _find_model(
-        self, name: str, tags: Mapping[str, str], *conditions: str, with_files: bool = False
-    ) -> LoggedModel | None:
-        """The newest LoggedModel with this name and these tags.
-
-        Args:
-            with_files: whether MLflow must have its files, or get them.
+    def _find_model(self, same: Mapping[str, str], with_files: bool = False) -> LoggedModel | None:
+        """The newest LoggedModel with these attributes; one that has files, or gets them, if
+        `with_files`.
         """
-        query = [f"name = '{name}'", *conditions]
-        query += [f"tags.`{tag}` = '{value}'" for tag, value in tags.items()]
-        newest_first = [{"field_name": "creation_timestamp", "ascending": False}]
         models = self.client.search_logged_models(
-            [self.experiment], " AND ".join(query), order_by=newest_first
+            [self.experiment],
+            " AND ".join(f"{key} = '{value}'" for key, value in same.items()),
+            order_by=[{"field_name": "creation_timestamp", "ascending": False}],
         )
         return next((model for model in models if has_files(model) or not with_files), None)
 
@@ -310,51 +317,59 @@ class MlflowStore:
         if checkpoint.no_files:
             tags[MLFLOW_RUN_NOTE] = f"MLflow does not have the files: {checkpoint.no_files}"
         params = {"path": checkpoint.path, "step": str(checkpoint.step)}
-        creates = (mlflow.create_external_model, mlflow.initialize_logged_model)
-        create = creates[bool(checkpoint.files)]
+        external, internal = mlflow.create_external_model, mlflow.initialize_logged_model
+        create = internal if checkpoint.files else external
         model = create(checkpoint.name, owner, tags, params, checkpoint.stage, self.experiment)
         self.client.log_outputs(owner, [LoggedModelOutput(model.model_id, checkpoint.step)])
         return model
 
-    def _send_metrics(
-        self,
-        run_id: str,
-        record: Record,
-        checkpoint: Checkpoint,
-        model_id: str,
-        data: tuple[str, str] | None,
-    ) -> None:
-        """The metrics of a model, with the data set on which they were measured."""
-        data_set = {"dataset_name": HELD_OUT, "dataset_digest": data[1]} if data else {}
-        metrics = [
-            Metric(name, value, record.ended, checkpoint.step, model_id=model_id, **data_set)
-            for name, value in checkpoint.metrics.items()
-        ]
-        self.client.log_batch(run_id, metrics)
-        if evaluation := {name: record.tags[name] for name in EVALUATION if name in record.tags}:
-            self.client.set_logged_model_tags(model_id, evaluation)
-
     def pending_models(self, run: str) -> list[LoggedModel]:
         """The LoggedModels of a pipeline run whose files are not all there, oldest first."""
-        models: list[LoggedModel] = get_results_from_paginated_fn(
-            lambda number, token: self.client.search_logged_models(
-                [self.experiment],
-                f"tags.`{RUN}` = '{run}'",
-                max_results=number,
-                order_by=[{"field_name": "creation_timestamp"}],
-                page_token=token,
-            ),
-            PAGE,
+        models = mlflow.search_logged_models(
+            [self.experiment],
+            f"tags.`{RUN}` = '{run}'",
+            order_by=[{"field_name": "creation_timestamp"}],
+            output_format="list",
         )
         return [model for model in models if model.status == LoggedModelStatus.PENDING]
 
-    def sft_model(self, name: str, digest: str) -> str:
-        """The id of a LoggedModel with the files of an SFT model.
+    def upload(self, model: LoggedModel, source: tuple[Record, Checkpoint] | None) -> None:
+        """Store the files of a model that loads by one line, and make its LoggedModel READY.
 
         Raises:
-            BadInput: there is none.
+            BadInput: its record or a file is gone, or MLflow does not have the SFT model of an
+                adapter; the LoggedModel is FAILED then.
         """
-        model = self._find_model(name, {"md5": digest}, with_files=True)
+        client, model_id = self.client, model.model_id
+        try:
+            if source is None:
+                raise BadInput("its record is gone")
+            record, checkpoint = source
+            is_adapter = any(file.name == ADAPTER for file in checkpoint.files)
+            sft_model = self._sft_model(record) if is_adapter else ""
+            with TemporaryDirectory() as temporary:
+                folder = Path(temporary, "model")
+                save_model(model, record, checkpoint, sft_model, folder)
+                client.log_model_artifacts(model_id, str(folder))
+        except BadInput as error:
+            client.set_logged_model_tags(model_id, {MLFLOW_RUN_NOTE: f"No files: {error}"})
+            client.finalize_logged_model(model_id, LoggedModelStatus.FAILED)
+            raise BadInput(f"MLflow does not get the files of {model.name}: {error}") from None
+        note = (
+            f'`model = mlflow.pyfunc.load_model("models:/{model_id}")`, then '
+            "`model.predict(model.input_example)`"
+        )
+        client.set_logged_model_tags(model_id, {MLFLOW_RUN_NOTE: note})
+        client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+
+    def _sft_model(self, record: Record) -> str:
+        """The id of the LoggedModel whose weights the adapters of a record adapt.
+
+        Raises:
+            BadInput: MLflow does not have its files.
+        """
+        name = f"{record.tags['round']}-sft"
+        model = self._find_model({"name": name, "tags.md5": record.sft_digest}, with_files=True)
         if model is None or model.status != LoggedModelStatus.READY:
             raise BadInput(f"it adapts the SFT model {name}, whose files MLflow does not have")
         return str(model.model_id)
@@ -363,6 +378,58 @@ class MlflowStore:
 def has_files(model: LoggedModel) -> bool:
     """Whether MLflow has the files of a model, or gets them."""
     return MLFLOW_MODEL_IS_EXTERNAL not in model.tags and model.status != LoggedModelStatus.FAILED
+
+
+def save_model(
+    model: LoggedModel, record: Record, checkpoint: Checkpoint, sft_model: str, folder: Path
+) -> None:
+    """Write an MLflow model to a new folder, with links to its weights.
+
+    Args:
+        model: the LoggedModel that it belongs to.
+        sft_model: the LoggedModel with the weights that it adapts; empty: none.
+        folder: does not exist yet.
+    """
+    mlflow_model = Model(
+        artifact_path=model.artifact_location,
+        model_uuid=model.model_id,
+        model_id=model.model_id,
+        run_id=model.source_run_id,
+    )
+    examples, settings = DataFrame(record.examples), record.settings
+    if checkpoint.stage == "reward":
+        task, signature = "score", infer_signature(examples, [0.5])
+    else:
+        sampling = {
+            "max_new_tokens": settings["ppo"]["response_length"],
+            "temperature": settings["ppo"]["temperature"],
+            "seed": settings["seed"] * 1000,  # that of the evaluation's first sample
+        }
+        task, signature = "generate", infer_signature(examples, ["a text"], params=sampling)
+    with TemporaryDirectory() as temporary:
+        copy, source = Path(temporary, "stages"), Path(stages.__file__).parent
+        for room in ROOMS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source / "lib" / room, copy / "lib" / room, ignore=ignored)
+        for package in ("__init__.py", "lib/__init__.py"):
+            shutil.copy(source / package, copy / package)
+        mlflow.pyfunc.save_model(
+            folder,
+            python_model=str(CODE),
+            code_paths=[str(copy)],
+            signature=signature,
+            input_example=examples,
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in PACKAGES],
+            model_config={"task": task, "sft_model": sft_model, **settings},
+            mlflow_model=mlflow_model,
+        )
+    for file in checkpoint.files:
+        link = folder / WEIGHTS / file.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.find())
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    mlflow_model.model_size_bytes = sum(path.stat().st_size for path in files)
+    mlflow_model.save(folder / MLMODEL_FILE_NAME)
 
 
 def _data_set(path: str, digest: str, name: str, context: str) -> DatasetInput:
@@ -378,25 +445,21 @@ def _cell(value: object) -> object:
 
 
 def store_uri(home: Path) -> str:
-    """Where records go: MLFLOW_TRACKING_URI if set, else the project's server or database."""
-    if uri := os.environ.get(TRACKING_URI, ""):
-        return _absolute(uri, home.parent)
-    servers = running_mlflow(home)
-    return servers.mlflow if servers else sqlite_uri(home / MLFLOW_DATABASE)
+    """Where records go: MLFLOW_TRACKING_URI if set, else the project's server or database.
 
-
-def _absolute(uri: str, folder: Path) -> str:
-    """The address with an absolute path if it is a path relative to `folder`, the project's: an
-    isolated run has another working directory, which is removed later.
+    A relative path is one of the project's folder: an isolated run has another working directory,
+    which is removed later.
     """
+    uri = os.environ.get(TRACKING_URI, "")
     if uri.startswith(SQLITE):
         database = make_url(uri).database or ":memory:"
-        if database.startswith(("/", ":memory:", "file:")):
-            return uri
-        _, mark, query = uri.partition("?")
-        return f"{sqlite_uri(folder / database)}{mark}{query}"
-    is_path = "://" not in uri and uri not in (OFF, "databricks", "databricks-uc", "uc")
-    return str(folder / uri.removeprefix("file:")) if is_path else uri
+        if not database.startswith(("/", ":memory:", "file:")):
+            _, mark, query = uri.partition("?")
+            return f"{sqlite_uri(home.parent / database)}{mark}{query}"
+    if uri:
+        return uri
+    servers = running_mlflow(home)
+    return servers.mlflow if servers else sqlite_uri(home / MLFLOW_DATABASE)
 
 
 @contextmanager

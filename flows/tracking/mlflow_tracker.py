@@ -1,17 +1,23 @@
-"""Mirrors a pipeline run to MLflow while it runs.
+"""Mirrors pipeline runs to MLflow: what stages made is recorded in files, which can be sent again.
 
-What a stage made is recorded in files when it ends (sync.py). A thread sends MLflow what it lacks,
-so that no stage waits for it. If MLflow is unreachable, the stages continue, and the next run or
-`rondo sync` sends the rest.
+When a stage ends, the flow writes what MLflow gets of it (records.py) to
+`.rondo/recorded/<run>/<stage>@<round>.json`; the run itself is `pipeline.json`. A thread sends
+MLflow what it lacks, so that no stage waits for it. If MLflow is unreachable, the stages continue,
+and the next run or `rondo sync` sends the rest. The files stay, so that `rondo sync` can send all
+of them to any MLflow. A run in which nothing has changed since it was sent to this MLflow is not
+looked at again by later runs: its file `sent`.
 """
 
+import hashlib
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Event, Thread
-from typing import Any
+
+from filelock import FileLock
+from mlflow.exceptions import MlflowException
 
 from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
@@ -24,9 +30,17 @@ from flows.core.services import (
     without_credentials,
 )
 from flows.execution.meter import Meter
-from flows.tracking import model_registry, sync
-from flows.tracking.mlflow_store import OFF, MlflowStore, cause, store_uri
-from flows.tracking.provenance import PROJECT
+from flows.tracking import model_registry
+from flows.tracking.mlflow_store import (
+    OFF,
+    PIPELINE,
+    RECORD,
+    MlflowStore,
+    cause,
+    naming_failures,
+    store_uri,
+)
+from flows.tracking.provenance import PROJECT, project_id
 from flows.tracking.records import (
     Record,
     Status,
@@ -36,13 +50,154 @@ from flows.tracking.records import (
     read_steps,
 )
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import json_hash, stage_dir, write_text
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.progress import progress
 
+RECORDED, SENT, LOCK = "recorded", "sent", "lock"
+REFUSALS = (400, 404, 409)  # status of MLflow's answers to a record that it never takes
 EVERY_SECONDS = 10.0  # between two readings of a stage's metrics
 PAUSE_SECONDS = 60.0  # without tries, after MLflow was unreachable
 PAGE_SECONDS, CLOSE_SECONDS = 10.0, 120.0  # the longest that a page's URL, and the end, wait
+
+
+def record_path(home: Path, run: str, address: str = "") -> Path:
+    """The file of a stage, or of the pipeline run."""
+    return home / RECORDED / run / f"{address or PIPELINE}.json"
+
+
+def save(home: Path, record: Record) -> None:
+    write_text(record_path(home, record.run, record.address), record.model_dump_json())
+
+
+def read(path: Path) -> Record | None:
+    """A record; None if there is none, or its file is damaged."""
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def recorded(home: Path) -> list[Path]:
+    """The folders of the recorded runs, oldest first."""
+    return sorted({path.parent for path in (home / RECORDED).glob("*/*.json")})
+
+
+def unsent(home: Path) -> list[Path]:
+    """The folders of the runs of which MLflow lacks something, as far as this machine knows."""
+    sent = {path.parent: path.read_text() for path in (home / RECORDED).glob(f"*/{SENT}")}
+    return [folder for folder in recorded(home) if sent.get(folder) != _state(folder)]
+
+
+def send_records(
+    store: MlflowStore, home: Path, folders: list[Path], log: LogLine, running: str = ""
+) -> Iterator[str]:
+    """Send the records that MLflow lacks, and yield a line for each run that had some.
+
+    Args:
+        home: the .rondo folder.
+        running: the run of this process. Another one that has no process was killed.
+    """
+    refused: list[str] = []
+    with FileLock(home / RECORDED / LOCK):
+        for folder in folders:
+            number = 0
+            if folder.name != running:
+                _end_killed(home, folder)
+            for path, digest in _lacking(store, folder):
+                record = read(path)
+                if record is None:
+                    refused.append(f"{path}: the file is damaged")
+                    continue
+                try:
+                    store.send(record, digest)
+                    number += 1
+                except MlflowException as error:
+                    if error.get_http_status_code() not in REFUSALS:
+                        raise
+                    refused.append(f"{path}: {cause(error)}")
+            if number:
+                yield f"{folder.name}: {number} records"
+    if refused:
+        log(f"MLflow does not take {len(refused)} records (delete them to end this), {refused[0]}")
+
+
+def upload_models(
+    store: MlflowStore, home: Path, folders: list[Path], log: LogLine
+) -> Iterator[str]:
+    """Upload the files of the models that MLflow lacks, and yield a line for each model."""
+    with FileLock(home / RECORDED / LOCK):
+        for folder in folders:
+            state, pending = _state(folder), store.pending_models(folder.name)
+            sources = {
+                (checkpoint.name, checkpoint.digest): (record, checkpoint)
+                for path in (_records(folder) if pending else ())
+                if (record := read(path))
+                for checkpoint in record.checkpoints
+                if checkpoint.files
+            }
+            for model in pending:
+                try:
+                    store.upload(model, sources.get((str(model.name), model.tags["md5"])))
+                except BadInput as error:
+                    log(str(error))
+                else:
+                    yield f"{folder.name}: files of {model.name}"
+            run = read(folder / f"{PIPELINE}.json")
+            goes_on = run and run.status == "RUNNING"  # it may be killed
+            if not goes_on and not _lacking(store, folder):
+                write_text(folder / SENT, state)
+
+
+def send_all(home: Path, log: LogLine) -> Iterator[str]:
+    """`rondo sync`: send MLflow what it lacks of all recorded runs; yields what was sent.
+
+    Raises:
+        BadInput: tracking is switched off, or the address can never take a record.
+        RondoError: MLflow is unreachable or failed.
+    """
+    uri = store_uri(home)
+    if uri == OFF:
+        raise BadInput(f"{TRACKING_URI} is `off`: unset it, or set it to the MLflow to send to")
+    folders = recorded(home)
+    with naming_failures(uri):
+        store = MlflowStore(uri)
+        yield from send_records(store, home, folders, log)
+        model_registry.follow(store.client, champion_digest(), project_id(home))
+        yield from upload_models(store, home, folders, log)
+
+
+def _lacking(store: MlflowStore, folder: Path) -> list[tuple[Path, str]]:
+    """The records of a run that MLflow does not have as they are, each with its hash."""
+    hashes = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in _records(folder)}
+    runs = store.runs_of(folder.name)
+    sent = {
+        folder / f"{address or PIPELINE}.json": run.data.tags.get(RECORD)
+        for address, run in runs.items()
+    }
+    return [(path, digest) for path, digest in hashes.items() if sent.get(path) != digest]
+
+
+def _records(folder: Path) -> list[Path]:
+    """The records of a run: its own, which has its start, then its stages' as they were written."""
+    return sorted(
+        folder.glob("*.json"), key=lambda path: (path.stem != PIPELINE, path.stat().st_mtime_ns)
+    )
+
+
+def _state(folder: Path) -> str:
+    """A hash of MLflow's address and of the records as they are now."""
+    times = [(path.name, path.stat().st_mtime_ns) for path in _records(folder)]
+    return json_hash([os.environ.get(TRACKING_URI, ""), times])
+
+
+def _end_killed(home: Path, folder: Path) -> None:
+    """Record that a run was killed, if it goes on by its record, and its process does not live."""
+    run = read(folder / f"{PIPELINE}.json")
+    if run and run.status == "RUNNING" and not is_alive(home, run.run):
+        run.status = "KILLED"
+        run.ended = max(record.ended for path in _records(folder) if (record := read(path)))
+        save(home, run)
 
 
 class MlflowTracker:
@@ -58,7 +213,6 @@ class MlflowTracker:
         home: Path,
         tags: Mapping[str, str],
         log: LogLine,
-        local: bool = True,
         upload: Collection[Upload] = (),
     ) -> None:
         """Start the thread that sends.
@@ -69,12 +223,11 @@ class MlflowTracker:
             home: the .rondo folder.
             tags: of the pipeline run and of all its stages.
             log: is called with each message.
-            local: whether the store is that of `home`; then artifacts are kept there, too.
             upload: the kinds of models whose files MLflow stores.
         """
-        self.run, self.uri, self.tags = run, uri, dict(tags)
+        self.run, self.uri, self.home = run, uri, home
+        self.tags, self.upload = dict(tags), upload
         self.log_line, self.logged = log, set[str]()
-        self.home, self.local, self.upload = home, local, upload
         self.store: MlflowStore | None = None
         self.warned, self.refusal = False, ""  # why this address never takes a record
         self.stage: tuple[str, Meter] | None = None  # that runs
@@ -89,11 +242,10 @@ class MlflowTracker:
 
     def begin(self) -> None:
         """Call when the pipeline run begins, and when it goes on after a wait or an end."""
-        if self.uri == OFF:
-            return
-        with bookkeeping("finding the champion", self.log):
-            self.champion = champion_digest()
-        self._send_status("RUNNING")
+        if self.uri != OFF:
+            with bookkeeping("finding the champion", self.log):
+                self.champion = champion_digest()
+            self._send_status("RUNNING")
 
     def wait(self) -> None:
         """Call when the pipeline run waits for a decision, and its process ends."""
@@ -110,7 +262,7 @@ class MlflowTracker:
             return
         assert self.stage
         (address, meter), self.stage = self.stage, None
-        earlier = sync.read(self.home, self.run, address)
+        earlier = read(record_path(self.home, self.run, address))
         if outcome == "unchanged" and earlier and earlier.status == "FINISHED":
             return  # this run has recorded it before it waited, or was retried
         record = read_record(self.run, address, outcome, self.tags, self.upload)
@@ -134,7 +286,7 @@ class MlflowTracker:
     def send(self, record: Record) -> None:
         """Write the record to disk; the thread sends it."""
         if self.uri != OFF:
-            sync.save(self.home, record)
+            save(self.home, record)
             self.requests.put(Event())
 
     def flush(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -148,7 +300,7 @@ class MlflowTracker:
         self, status: Status, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS
     ) -> None:
         """Call when the pipeline run ended, with its report and summary by file name."""
-        self._send_status(status, texts=dict(texts))
+        self._send_status(status, texts)
         self.finish_sending(seconds)
 
     def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -160,21 +312,28 @@ class MlflowTracker:
             self.thread.join(seconds)
         lacking = [
             folder
-            for folder in sync.unsent(self.home)
+            for folder in unsent(self.home)
             if folder.name == self.run or not is_alive(self.home, folder.name)
         ]
         if lacking:
-            fate = f"they cannot be sent to this address. {self.refusal}"
-            if not self.refusal:
-                fate = "the next run or `rondo sync` sends the rest"
+            fate = "the next run or `rondo sync` sends the rest"
+            if self.refusal:
+                fate = f"they cannot be sent to this address. {self.refusal}"
             self.log(f"MLflow lacks records or models of {len(lacking)} runs: {fate}")
 
-    def _send_status(self, status: Status, **fields: Any) -> None:
+    def _send_status(self, status: Status, texts: Mapping[str, str] = {}) -> None:
         """Record the state of the pipeline run."""
-        now, earlier = milliseconds(), sync.read(self.home, self.run)
-        started = earlier.started if earlier else now
-        record = Record(run=self.run, status=status, started=started, ended=now, tags=self.tags)
-        self.send(record.model_copy(update=fields))
+        now, earlier = milliseconds(), read(record_path(self.home, self.run))
+        self.send(
+            Record(
+                run=self.run,
+                status=status,
+                started=earlier.started if earlier else now,
+                ended=now,
+                tags=self.tags,
+                texts=dict(texts),
+            )
+        )
 
     def _work(self) -> None:
         """Send what MLflow lacks, at each request, and the metrics of the running stage."""
@@ -188,33 +347,34 @@ class MlflowTracker:
                 request = Event()
             if request is None or time.monotonic() >= self.paused_until:
                 try:
-                    self._send_steps()
-                    is_behind = is_behind and not self._send_rest(request)
+                    self.store = self.store or MlflowStore(self.uri)
+                    self._send_steps(self.store)
+                    is_behind = is_behind and not self._send_rest(self.store, request)
                 except Exception as error:
                     self._report(error)
             if request:
                 request.set()
 
-    def _send_rest(self, request: Event | None) -> bool:
+    def _send_rest(self, store: MlflowStore, request: Event | None) -> bool:
         """Send all records, then the files of models until the next request.
 
         Returns:
             Whether nothing is left.
         """
-        store, folders = self._open_store(), sync.unsent(self.home)
-        for _ in sync.send_records(store, self.home, folders, self.log, self.run):
+        folders = unsent(self.home)
+        for _ in send_records(store, self.home, folders, self.log, self.run):
             pass
         isolated = self.tags.get("isolated") == str(True)
         model_registry.follow(store.client, self.champion, self.tags.get(PROJECT), isolated)
         if request:
             request.set()
-        for _ in sync.upload_models(store, self.home, folders, self.log):
-            self._send_steps()
+        for _ in upload_models(store, self.home, folders, self.log):
+            self._send_steps(store)
             if not self.requests.empty():
                 return False
         return True
 
-    def _send_steps(self) -> None:
+    def _send_steps(self, store: MlflowStore) -> None:
         """Send the new metrics of the stage that runs."""
         if not self.stage:
             return
@@ -225,7 +385,7 @@ class MlflowTracker:
         if meter.began is None or not file.exists() or file.stat().st_mtime < meter.began:
             return
         if steps := read_steps(address, self.sent_lines[address]):
-            self._open_store().send_steps(self.run, address, _began(meter), steps)
+            store.send_steps(self.run, address, _began(meter), steps)
             self.sent_lines[address] += len({step.step for step in steps})
 
     def _report(self, error: Exception) -> None:
@@ -247,10 +407,6 @@ class MlflowTracker:
             self.logged.add(line)
             self.log_line(line)
 
-    def _open_store(self) -> MlflowStore:
-        self.store = self.store or MlflowStore(self.uri, self.local)
-        return self.store
-
 
 def _began(meter: Meter) -> int:
     """When the stage began to compute, in milliseconds since the epoch; now if it has not."""
@@ -265,5 +421,4 @@ def open_tracker(
     upload: Collection[Upload] = (),
 ) -> MlflowTracker:
     """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
-    local = not os.environ.get(TRACKING_URI)
-    return MlflowTracker(run, store_uri(home), home, tags, log, local, upload)
+    return MlflowTracker(run, store_uri(home), home, tags, log, upload)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
@@ -21,7 +20,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 from flows.core.locks import digests
 from flows.core.tables import interval
 from flows.core.verdicts import read_gate
-from flows.tracking.records import Promotion
 from stages.gate.approvals import Rollback, check_reason, rollback_path
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.champion import ChampionRecord
@@ -39,7 +37,7 @@ ABOUT = (
 
 
 def register(
-    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
+    client: MlflowClient, experiment: str, run_id: str, tags: Mapping[str, str], gate_ended: int
 ) -> None:
     """Make a policy a version, and a new one `challenger`; `follow` makes it champion.
 
@@ -48,6 +46,7 @@ def register(
 
     Args:
         run_id: MLflow's run of the promotion gate.
+        tags: of the version: the policy and its evidence.
         gate_ended: when the gate ended, in milliseconds since the epoch.
 
     Raises:
@@ -56,21 +55,19 @@ def register(
     if not client.search_registered_models(f"name = '{NAME}'"):
         client.create_registered_model(NAME, description=ABOUT)
     time = datetime.fromtimestamp(gate_ended / 1000, UTC).isoformat(timespec="milliseconds")
-    passed = str(promotion.passed_or_approved)
-    tags = promotion.evidence | {"passed_or_approved": passed, "gate_ended": time}
-    version = _version_of(client, promotion.digest)
+    tags, path = {**tags, "gate_ended": time}, tags["path"]
+    version = _version_of(client, tags["md5"])
     if version is None:
         # An MLflow server does not accept a local path as the source of a version.
-        models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'")
+        models = client.search_logged_models([experiment], f"tags.md5 = '{tags['md5']}'")
         if not models:
-            path = promotion.evidence["path"]
             message = f"{path} has no LoggedModel: its evaluation was not recorded"
             raise MlflowException(message, RESOURCE_DOES_NOT_EXIST)
-        selected = [one for one in models if one.params.get("path") == promotion.evidence["path"]]
+        selected = [one for one in models if one.params.get("path") == path]
         model = max(selected or models, key=lambda one: MLFLOW_MODEL_IS_EXTERNAL not in one.tags)
         source, model_id = f"models:/{model.model_id}", model.model_id
         version = client.create_model_version(NAME, source, run_id, tags=tags, model_id=model_id)
-        _set_alias(client, CHALLENGER, version)
+        client.set_registered_model_alias(NAME, CHALLENGER, str(version.version))
     elif tags.get("isolated") != str(True) and any(
         version.tags.get(key) != tags.get(key) for key in ("passed_or_approved", "isolated")
     ):  # a person has approved it since, or the project has adopted it
@@ -91,12 +88,10 @@ def follow(client: MlflowClient, digest: str, project: str | None, isolated: boo
     version = _version_of(client, digest)
     if version is None:
         return
-    by_alias = versions_by_alias(client)
-    champion = by_alias.get(CHAMPION)
+    champion = versions_by_alias(client).get(CHAMPION)
     tags = version.tags | ({"project": project} if project else {})
-    if champion and (isolated or obstacle(tags, champion)):
-        return
-    _make_champion(client, version, by_alias)
+    if not champion or not (isolated or obstacle(tags, champion)):
+        _make_champion(client, version)
 
 
 def obstacle(evidence: Mapping[str, str], champion: ModelVersion) -> str:
@@ -114,20 +109,19 @@ def obstacle(evidence: Mapping[str, str], champion: ModelVersion) -> str:
     return ""
 
 
-def _make_champion(
-    client: MlflowClient, version: ModelVersion, by_alias: Mapping[str, ModelVersion]
-) -> None:
-    """Set the aliases, which are `by_alias` now; nothing if the version is the champion already."""
+def _make_champion(client: MlflowClient, version: ModelVersion) -> None:
+    """Set the aliases; nothing if the version is the champion already."""
+    by_alias = versions_by_alias(client)
     champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
     if champion and champion.version == version.version:
         return
     # Without a champion here, the one with which it was compared: MLflow was away since.
     previous = champion or _version_of(client, version.tags.get("md5.champion", ""))
     if previous:
-        _set_alias(client, PREVIOUS, previous)
+        client.set_registered_model_alias(NAME, PREVIOUS, str(previous.version))
     if challenger and challenger.version == version.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
-    _set_alias(client, CHAMPION, version)
+    client.set_registered_model_alias(NAME, CHAMPION, str(version.version))
 
 
 def _version_of(client: MlflowClient, digest: str) -> ModelVersion | None:
@@ -152,10 +146,6 @@ def versions_by_alias(client: MlflowClient) -> dict[str, ModelVersion]:
     }
 
 
-def _set_alias(client: MlflowClient, alias: str, version: ModelVersion) -> None:
-    client.set_registered_model_alias(NAME, alias, str(version.version))
-
-
 def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) -> None:
     """Make a version champion of this folder's rounds; `by` and `reason` become its tags.
 
@@ -164,24 +154,15 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
             are not in this folder.
     """
     check_reason(reason, "won the comparison on our own prompts")
-    known = client.search_model_versions(f"name = '{NAME}'")
-    chosen = next((candidate for candidate in known if int(candidate.version) == version), None)
-    if chosen is None:
-        versions = ", ".join(map(str, sorted(int(candidate.version) for candidate in known)))
-        raise BadInput(f"{NAME} has no version {version}; versions: {versions or 'none'}")
-    by_alias = versions_by_alias(client)
-    champion = by_alias.get(CHAMPION)
+    known = {int(one.version): one for one in client.search_model_versions(f"name = '{NAME}'")}
+    if version not in known:
+        versions = ", ".join(map(str, sorted(known))) or "none"
+        raise BadInput(f"{NAME} has no version {version}; versions: {versions}")
+    champion = versions_by_alias(client).get(CHAMPION)
     if champion and int(champion.version) == version:
         raise BadInput(f"version {version} of {NAME} is the champion already")
-    _choose(chosen, by, reason)
-    _make_champion(client, chosen, by_alias)
-    _tag(client, chosen, _decision("promoted", by, reason))
-
-
-def _decision(verb: str, by: str, reason: str) -> dict[str, str]:
-    """Tags of a version: who decided what, when and why."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {f"{verb}.at": now, f"{verb}.by": by, f"{verb}.reason": reason}
+    _choose(client, known[version], by, reason)
+    _tag_decision(client, known[version], "promoted", by, reason)
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
@@ -194,19 +175,24 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
     """
     check_reason(reason, "one ending for all prompts, found by reading samples")
     by_alias = versions_by_alias(client)
-    _check_champion(by_alias)
-    champion, previous = by_alias[CHAMPION], by_alias.get(PREVIOUS)
+    champion, previous = _champion_of(by_alias), by_alias.get(PREVIOUS)
     if previous is None or previous.version == champion.version:
         raise BadInput(
             f"nothing to roll back to: version {champion.version} of {NAME} is the only champion "
             "so far; train a better policy instead"
         )
-    _choose(previous, by, reason)
-    _make_champion(client, previous, by_alias)
-    _tag(client, champion, _decision("rollback", by, reason))
+    _choose(client, previous, by, reason)
+    _tag_decision(client, champion, "rollback", by, reason)
 
 
-def _choose(version: ModelVersion, by: str, reason: str) -> None:
+def _tag_decision(
+    client: MlflowClient, version: ModelVersion, verb: str, by: str, reason: str
+) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    _tag(client, version, {f"{verb}.at": now, f"{verb}.by": by, f"{verb}.reason": reason})
+
+
+def _choose(client: MlflowClient, version: ModelVersion, by: str, reason: str) -> None:
     """Make a version champion after the last round of this folder, for the rounds that follow.
 
     Raises:
@@ -231,24 +217,30 @@ def _choose(version: ModelVersion, by: str, reason: str) -> None:
     verdict = read_gate(last, "promote")
     if last == round_ and verdict and passed_or_approved(verdict):
         rollback_path(last).unlink(missing_ok=True)  # it is champion by its gate
-        return
-    hashes = {path: file_hash(Path(path)) for path in paths}
-    choice = Rollback(
-        by=by,
-        reason=reason,
-        policy=file_hash(policies[last]),
-        champion=ChampionRecord(round=round_, hashes=hashes),
-    )
-    write_json(rollback_path(last), choice.model_dump(exclude_defaults=True))
+    else:
+        hashes = {path: file_hash(Path(path)) for path in paths}
+        choice = Rollback(
+            by=by,
+            reason=reason,
+            policy=file_hash(policies[last]),
+            champion=ChampionRecord(round=round_, hashes=hashes),
+        )
+        write_json(rollback_path(last), choice.model_dump(exclude_defaults=True))
+    _make_champion(client, version)
 
 
-def _check_champion(by_alias: dict[str, ModelVersion]) -> None:
+def _champion_of(by_alias: Mapping[str, ModelVersion]) -> ModelVersion:
+    """
+    Raises:
+        BadInput: there is no champion.
+    """
     if CHAMPION not in by_alias:
         raise BadInput(
             f"MLflow has no champion of {NAME}: a policy becomes champion when its promotion gate "
             "passes in `rondo run`, or when a person approves it (gates.promote.policy `ask`, "
             "`rondo approve promote ROUND`); `warn` is not enough"
         )
+    return by_alias[CHAMPION]
 
 
 def describe(client: MlflowClient) -> str:
@@ -258,12 +250,12 @@ def describe(client: MlflowClient) -> str:
         BadInput: there is no champion.
     """
     by_alias = versions_by_alias(client)
-    _check_champion(by_alias)
+    champion = _champion_of(by_alias)
     lines = [line for alias, version in by_alias.items() for line in _lines(alias, version)]
     if challenger := by_alias.get(CHALLENGER):
         reason = NOT_CHOSEN
         if challenger.tags.get("passed_or_approved") == str(True):
-            reason = obstacle(challenger.tags, by_alias[CHAMPION]) or NOT_CHOSEN
+            reason = obstacle(challenger.tags, champion) or NOT_CHOSEN
         lines.append(
             f"  not champion: {reason}; "
             f"`rondo promote {challenger.version} --reason ...` makes it champion"
@@ -272,29 +264,26 @@ def describe(client: MlflowClient) -> str:
 
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
-    tags = {
-        key: version.tags.get(key, "-")
-        for key in ("round", "gate_ended", "path", "md5", "revision", "seed")
-    }
+    tags = version.tags
+    names = ("round", "gate_ended", "path", "md5", "revision", "seed")
+    round_, ended, path, md5, revision, seed = (tags.get(name, "-") for name in names)
     result = "not promoted" if alias == CHALLENGER else "promoted"
     lines = [
-        f"{alias}: version {version.version}, {tags['round']}, {result} {tags['gate_ended']:.16}",
-        f"  win rate against SFT {_format_metric(version.tags, 'win_rate')}",
-        "  win rate against the champion before "
-        f"{_format_metric(version.tags, 'win_rate_champion')}",
-        f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
+        f"{alias}: version {version.version}, {round_}, {result} {ended:.16}",
+        f"  win rate against SFT {_win_rate(tags, 'win_rate')}",
+        f"  win rate against the champion before {_win_rate(tags, 'win_rate_champion')}",
+        f"  {path}, md5 {md5}, git {revision}, seed {seed}",
     ]
-    if "approval.reason" in version.tags:
-        by, reason = version.tags["approval.by"], version.tags["approval.reason"]
-        lines.append(f"  approved by {by}: {reason}")
+    if "approval.reason" in tags:
+        lines.append(f"  approved by {tags['approval.by']}: {tags['approval.reason']}")
     for tag, verb in (("promoted", "promoted"), ("rollback", "rolled back")):
-        if f"{tag}.reason" in version.tags:
-            time, by, reason = (version.tags[f"{tag}.{key}"] for key in ("at", "by", "reason"))
+        if f"{tag}.reason" in tags:
+            time, by, reason = (tags[f"{tag}.{key}"] for key in ("at", "by", "reason"))
             lines.append(f"  {verb} {time:.16} by {by}: {reason}")
     return lines
 
 
-def _format_metric(tags: dict[str, Any], name: str) -> str:
+def _win_rate(tags: Mapping[str, str], name: str) -> str:
     mean, low, high = (
         json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high")
     )

@@ -26,33 +26,26 @@ PROJECT = "project"  # tag of a run
 
 
 class RunRef(NamedTuple):
-    """The name of a pipeline run, and the commit that it started from."""
+    """A pipeline run."""
 
-    run: str
-    revision: str
+    run: str  # its name
+    revision: str  # the commit that it started from
 
 
 class StageProvenance(BaseModel):
-    """The run that produced a stage's outputs, and what it took.
-
-    run: its name. revision: its commit. flow_run: its id in Prefect. mlflow: the URL of the stage's
-    page. ended: when the stage ended. seconds: that it took.
-    """
+    """The run that produced a stage's outputs."""
 
     run: str
     revision: str
-    flow_run: str | None
-    mlflow: str | None
+    flow_run: str | None  # the run's id in Prefect
+    mlflow: str | None  # the URL of the stage's page
     ended: datetime
-    seconds: float
+    seconds: float  # that the stage took
 
 
 def project_id(home: Path) -> str:
-    """The name of a project on a machine, random and the same for all runs with one .rondo folder.
-    A damaged one is replaced: it only finds the project's runs that were killed.
-
-    Args:
-        home: the .rondo folder.
+    """The name of a project on a machine: random, and the same for all runs with one .rondo folder,
+    which is `home`. A damaged one is replaced.
     """
     path = home / "project_id"
     if not path.exists() or not re.fullmatch(rb"[0-9a-f]{12}", path.read_bytes()):

@@ -18,7 +18,6 @@ from pandas import DataFrame
 # torch and `stages` are imported where they are used: MLflow runs this file when it saves a model.
 
 WEIGHTS = "weights"  # subfolder of a model
-NO_SECTIONS = {"task", "sft_model"}  # keys of the configuration
 
 
 class _Model(PythonModel):
@@ -30,23 +29,18 @@ class _Model(PythonModel):
         from stages.lib.core.params import check_params
 
         config = context.model_config
-        sections = {name: config[name] for name in config.keys() - NO_SECTIONS}
+        sections = {name: config[name] for name in config.keys() - {"task", "sft_model"}}
         self.params = check_params(sections, "the model's settings")
-        weights = Path(__file__).parent / WEIGHTS
-        if not config["sft_model"]:
-            self.load(weights, weights)
-            return
+        whole = trained = Path(__file__).parent / WEIGHTS
         with TemporaryDirectory() as folder:
-            uri = f"models:/{config['sft_model']}"
-            sft_model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-            self.load(Path(sft_model, WEIGHTS), weights)
+            if config["sft_model"]:
+                uri = f"models:/{config['sft_model']}"
+                whole = Path(mlflow.artifacts.download_artifacts(uri, dst_path=folder), WEIGHTS)
+            self.load(whole, trained)
 
     def load(self, whole: Path, trained: Path) -> None:
-        """Load the model.
-
-        Args:
-            whole: folder of a whole model with its tokenizer.
-            trained: folder of the adapter for it; else the same folder.
+        """Load the model: `whole` has a whole model with its tokenizer, `trained` the adapter for
+        it, or is the same folder.
         """
         raise NotImplementedError
 
@@ -118,10 +112,8 @@ class ResponseScorer(_Model):
             for prompt, response in zip(model_input["prompt"], model_input["response"], strict=True)
         )
         sequences = [prompt + response for prompt, response in encoded]
-        scores: list[float] = calibrate_scores(
-            reward_scores(self.model, sequences), self.model
-        ).tolist()
-        return scores
+        scores = calibrate_scores(reward_scores(self.model, sequences), self.model)
+        return list(map(float, scores))
 
 
 set_model(TextGenerator() if ModelConfig().get("task") == "generate" else ResponseScorer())

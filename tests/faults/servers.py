@@ -89,7 +89,7 @@ class MlflowServer:
     def start(self) -> None:
         options = {
             "--backend-store-uri": f"sqlite:///{self.database}",
-            "--artifacts-destination": str(self.folder / "artifacts"),
+            "--artifacts-destination": str(self.folder / "mlartifacts"),
             "--host": "127.0.0.1",
             "--port": self.port,
             "--workers": "1",

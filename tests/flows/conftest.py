@@ -232,7 +232,7 @@ def empty(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with our experiment, and no run."""
     folder = tmp_path_factory.mktemp("store")
     shutil.copy(empty_tables, folder / "mlflow.db")
-    MlflowStore(f"sqlite:///{folder / 'mlflow.db'}", True)
+    MlflowStore(f"sqlite:///{folder / 'mlflow.db'}")
     return folder / "mlflow.db"
 
 

@@ -1,6 +1,7 @@
 """`rondo promote`: a person chooses the champion, in a real MLflow database."""
 
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from mlflow import MlflowClient
@@ -28,9 +29,24 @@ from tests.flows.tracking.promotions import (
 from tests.servers import NOWHERE
 
 
-def test_a_person_makes_a_challenger_champion(
-    database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+class Rondo(Protocol):
+    def __call__(self, *arguments: str) -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def promote(capsys: pytest.CaptureFixture[str]) -> Rondo:
+    """The command `rondo promote`: its exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["promote", *arguments])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_a_person_makes_a_challenger_champion(database: str, promote: Rondo) -> None:
     make_round("r0", "aaa", FIRST)
     mirror("first", database, "r0", **PROJECT)
     make_round("r0", "bbb", FIRST)
@@ -43,20 +59,21 @@ def test_a_person_makes_a_challenger_champion(
     ):
         with pytest.raises(BadInput, match=message):
             model_registry.promote_by_hand(client, version, "Ada", reason)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["promote", "2", "--reason", "our own prompts", "--by", "Ada"])
-    assert not ended.value.code
+    code, out, _ = promote()
+    assert code == 0
+    assert out.startswith("champion: version 1, r0") and "challenger: version 2, r0" in out
+    code, out, _ = promote("2", "--reason", "our own prompts", "--by", "Ada")
+    assert code == 0 and "by Ada: our own prompts" in out
     assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-    assert "by Ada: our own prompts" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["promote", "1", "--rollback", "--reason", "no"])
-    assert "--rollback takes no VERSION" in capsys.readouterr().err
+    assert "--rollback takes no VERSION" in promote("1", "--rollback", "--reason", "no")[2]
+    assert promote("--rollback")[0] == promote("--reason", "why")[0] == 2
 
 
-def test_a_rollback_stays_and_a_second_one_undoes_it(database: str) -> None:
+def test_a_rollback_stays_and_a_second_one_undoes_it(database: str, promote: Rondo) -> None:
     client = two_rounds(database)
-    model_registry.roll_back(client, "Ada", "one ending for all")
+    code, out, _ = promote("--rollback", "--reason", "one ending for all", "--by", "Ada")
+    assert code == 0
+    assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
     assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
     tags = model_registry.versions_by_alias(client)["previous"].tags
     assert (tags["rollback.by"], tags["rollback.reason"]) == ("Ada", "one ending for all")
@@ -74,9 +91,7 @@ def test_a_rollback_stays_and_a_second_one_undoes_it(database: str) -> None:
     assert versions(client) == ["aaa.dir", "bbb.dir", "ccc.dir"]
 
 
-def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
-    database: str,
-) -> None:
+def test_a_rollback_reaches_the_next_round(database: str) -> None:
     client = two_rounds(database)
     model_registry.roll_back(client, "Ada", "one ending for all")
     rollback = read_rollback("r1")
@@ -127,16 +142,14 @@ def test_the_next_round_has_the_champion_that_a_person_promoted(database: str) -
 
 
 def test_a_version_that_later_rounds_could_not_use_is_refused(
-    database: str, capsys: pytest.CaptureFixture[str]
+    database: str, promote: Rondo
 ) -> None:
     client = two_rounds(database)
     before = aliases(client)
     make_round("r0", "ccc", FIRST)  # r0 of version 1 is in another commit
     for arguments in (["1"], ["--rollback"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["promote", *arguments, "--reason", "our own prompts"])
-        message = capsys.readouterr().err
-        assert ended.value.code == 2
+        code, _, message = promote(*arguments, "--reason", "our own prompts")
+        assert code == 2
         assert "version 1 of rondo-policy is not in this folder: rounds/r0/ppo/policy" in message
         assert "aaa.dir" in message and "`dvc checkout`, then promote it" in message
     assert aliases(client) == before and not rollback_path("r1").exists()
@@ -168,22 +181,3 @@ def test_without_mlflow_the_error_names_the_next_step(
     with pytest.raises(error, match=message), registry(tmp_path) as client:
         model_registry.describe(client)
     assert not (tmp_path / "mlflow.db").exists()
-
-
-def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
-    two_rounds(database)
-    capsys.readouterr()
-
-    def rondo(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["promote", *arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    code, out, _ = rondo()
-    assert code == 0
-    assert out.startswith("champion: version 2, r1") and "previous: version 1, r0" in out
-    assert rondo("--rollback")[0] == rondo("--reason", "why")[0] == 2
-    code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
-    assert code == 0
-    assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
