@@ -166,7 +166,7 @@ def ppo_by_rondo(size: Size, params: Params) -> dict[str, Any]:
     for _ in range(size.steps):
         rollout, _ = trainer.step()
         times.note()
-        tokens = sum(map(len, [*rollout.prompts, *rollout.responses]))
+        tokens = sum(len(r.prompt_ids) + len(r.tokens) for r in rollout.responses)
         rates.append(tokens / (times.at[-1] - times.at[-2]))
     return {"tokens_per_second": round(median(rates[1:])), "tokens_per_update": tokens}
 

@@ -32,8 +32,7 @@ from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs, write_no_critic
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
-from stages.ppo.common.reward_results import SERVED
-from stages.ppo.common.reward_server import check_served_model
+from stages.ppo.common.rewards import SERVED, check_served_model
 from stages.ppo.trainer.advantages import ONLINE
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles

@@ -45,9 +45,8 @@ from stages.lib.lm.loading import (
     setup_torch,
     training_model_params,
 )
-from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import reward_scores
+from stages.lib.lm.scoring import calibrate_scores, reward_scores
 from stages.lib.metrics.preference_baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.lib.metrics.stats import calibration, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint

@@ -37,8 +37,8 @@ from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.lm import world
 from stages.lib.lm.lora import load_adapters
-from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
+MEMBERS = "members"  # subfolder of a reward model with the further members of its ensemble
 # Config keys of models that change their logits after the head: Gemma 2, Cohere, Granite
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -333,3 +333,15 @@ def load_reward_model(
     for folder, member in zip(folders, members, strict=True):
         check_calibration(folder, member.config)
     return attach_ensemble(members[0], members[1:])
+
+
+def attach_ensemble(
+    reward_model: PreTrainedModel, others: list[PreTrainedModel]
+) -> PreTrainedModel:
+    """Attach the further members to the first one, and return it.
+
+    Training and saving the model ignore them; `ensemble_members` in scoring.py finds them.
+    """
+    # A list, not a ModuleList, so that the members are no submodules of the first one
+    reward_model.ensemble = others
+    return reward_model

@@ -82,5 +82,7 @@ def choose(policy: TrainedPolicy, context: TrainingContext) -> BestOfN:
     )
     best = [max(group, key=rewards.__getitem__) for group in groups if group]
     return BestOfN(
-        [episodes[index][1] for index in best], [responses[index] for index in best], scored.rows
+        [episodes[index][1] for index in best],
+        [responses[index].tokens for index in best],
+        scored.rows,
     )

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,24 +10,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params import Params
-from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.core.types import StateDict
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.reward_ensemble import calibrate_scores
-from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.vllm_engine import sampling_engine
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
-from stages.ppo.common.reference import reference_view
+from stages.ppo.common.reference import SampledPolicy
 from stages.ppo.common.resume import Resume
-from stages.ppo.common.reward_results import RewardInputs
-from stages.ppo.common.rewards import Rewards
+from stages.ppo.common.rewards import RewardInputs, Rewards
 from stages.ppo.common.run import Run
 
 NUM_DESCRIBED_SAMPLES = 256  # responses, at most, that describe a policy before and after training
@@ -64,28 +58,15 @@ class ScoredRollouts(NamedTuple):
     rewards: list[float | None]  # that PPO would be given, not rounded; None: a further one failed
 
 
-class TrainedPolicy:
+class TrainedPolicy(SampledPolicy):
     """A policy with its reference, which is the policy at the time when this object is made."""
 
     def __init__(self, policy: Any, context: TrainingContext) -> None:
-        self.policy, self.context, self.tokenizer = policy, context, context.tokenizer
-        self.view = reference_view(policy)
-        self.engine = sampling_engine(context.params.model)
-
-    def reference(self) -> AbstractContextManager[Any]:
-        """A context in which the policy is as it was before training."""
-        return self.view.reference()
-
-    def sample(
-        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
-    ) -> list[TokenIds]:
-        """One response per prompt by the current policy."""
-        return sample_responses(
-            self.policy, self.tokenizer, prompt_ids, ppo, generator, self.engine
-        )
+        super().__init__(policy, context.tokenizer, sampling_engine(context.params.model))
+        self.context = context
 
     def score(
-        self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
+        self, update: int, episodes: Sequence[Episode], responses: list[Response]
     ) -> ScoredRollouts:
         """Score the policy's responses: reward model, further rewards, KL.
 
@@ -93,16 +74,14 @@ class TrainedPolicy:
             RewardsFailed: too many further rewards failed.
         """
         context, ppo = self.context, self.context.params.ppo
-        ends = end_tokens(self.policy, self.tokenizer)
-        inputs = RewardInputs.of([row for row, _ in episodes], responses, self.tokenizer, ends)
+        inputs = RewardInputs([row for row, _ in episodes], responses)
         further_rewards = context.rewards.start(inputs)  # servers work during the forward passes
-        response_scores = score_responses(
+        scored = score_responses(
+            responses,
             self.policy,
             self.reference,
-            [tokens for _, tokens in episodes],
-            responses,
+            self.tokenizer,
             reward_model=context.reward_model,
-            ends=ends,
             temperature=ppo.temperature,
         )
         results = further_rewards()
@@ -112,19 +91,16 @@ class TrainedPolicy:
         kept = results.kept
         inputs = inputs.select(kept)
         ended, lengths = torch.tensor(inputs.ended), torch.tensor(inputs.lengths)
-        calibrated = calibrate_scores(response_scores.scores[kept], context.reward_model)
+        calibrated = torch.tensor([scored[i].score for i in kept])
         rewards = context.rewards.combine(ppo, calibrated, results.parts, ended, lengths)
         scored_rows = rollout_rows(
             update,
-            inputs.rows,
-            inputs.texts,
+            inputs,
             scores=calibrated,
             parts=results.parts,
             rewards=rewards,
             judge_scores=context.judge.scores(inputs.prompts, inputs.texts),
-            kls=response_scores.kl[kept],
-            lengths=inputs.lengths,
-            ended=ended,
+            kls=torch.tensor([scored[i].kl for i in kept]),
         )
         known = dict(zip(kept, rewards.tolist(), strict=True))
         return ScoredRollouts(scored_rows, [known.get(index) for index in range(len(responses))])

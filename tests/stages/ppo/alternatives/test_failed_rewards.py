@@ -13,7 +13,6 @@ from stages.lib.lm.lora import add_adapters
 from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
-from stages.ppo.common import reward_server
 from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
 from tests.stages.ppo.stage_process import double_prompts
@@ -102,7 +101,7 @@ FAULTS = {
 def test_faults_of_a_server_end_training(make_params, monkeypatch):
     """As in PPO (test_reward_faults.py): no number is made up, and the run stops."""
     monkeypatch.setattr(http_session, "TRIES", 2)
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     with length_server() as server:
         rewards = [{"name": "far", "url": server.url}]

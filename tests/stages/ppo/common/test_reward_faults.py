@@ -10,10 +10,15 @@ from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common import reward_server
-from stages.ppo.common.reward_results import FailedReward, RewardInputs, RewardResults
-from stages.ppo.common.reward_server import RewardServer
-from stages.ppo.common.rewards import FunctionReward, Rewards
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import (
+    FailedReward,
+    FunctionReward,
+    RewardInputs,
+    RewardResults,
+    Rewards,
+    RewardServer,
+)
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.servers import LengthServer, length_server
@@ -34,7 +39,7 @@ PROMPTS = [({"id": f"p{i}", "prompt": f"{i}:"}, [5 + i, 6]) for i in range(8)]
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(http_session, "TRIES", 2)
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     with length_server() as server:
         yield server
@@ -154,12 +159,16 @@ def test_failed_episodes_are_left_out_and_counted(server, trainer, value):
     request = server.requests[0]
     kept = [query for i, query in enumerate(request["query"]) if i not in (2, 5)]
     assert [
-        row["prompt"] + text for row, text in zip(rollout.rows, rollout.texts, strict=True)
+        row["prompt"] + response.text
+        for row, response in zip(rollout.rows, rollout.responses, strict=True)
     ] == kept
     assert rollout.parts["far"] == [len(query) for query in kept]
     assert metrics["reward_failed_share"] == 0.25
     assert metrics["score_far"] == pytest.approx(sum(map(len, kept)) / 6)
-    assert metrics["response_length"] == sum(map(len, rollout.responses)) / 6
+    assert (
+        metrics["response_length"]
+        == sum(len(response.tokens) for response in rollout.responses) / 6
+    )
     assert rollout.failures == [
         f"2 of 8 rewards failed, ppo.rewards far: returned {value!r}, not a finite number"
     ]
@@ -217,7 +226,7 @@ def test_a_function_that_raises_is_named_with_its_line():
     def reward(prompts, texts):
         raise KeyError("answer")
 
-    inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
+    inputs = RewardInputs([PROMPTS[0][0]], [Response([1], [2], "5", ended=True)])
     [result] = FunctionReward(reward, "ppo.rewards mine")(inputs)
     assert isinstance(result, FailedReward)
     assert result.reason.startswith("KeyError: 'answer' (") and __file__ in result.reason
@@ -258,7 +267,7 @@ class WaitingRoles(Roles):
 
 
 def test_requests_overlap_with_the_forward_passes(server, make_roles, monkeypatch):
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 60)
     roles = make_roles(WaitingRoles, lora=LoraParams(r=4))
     roles.server = server
     roles.rewards = Rewards({"far": RewardServer("far", server.url, str)}, {"far": 0.1})
@@ -272,5 +281,5 @@ def test_functions_run_in_the_main_thread():
         return [float(threading.current_thread() is threading.main_thread())]
 
     rewards = Rewards({"mine": FunctionReward(in_main_thread, "key")}, {"mine": 1.0})
-    inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
+    inputs = RewardInputs([PROMPTS[0][0]], [Response([1], [2], "5", ended=True)])
     assert rewards(inputs).parts == {"mine": [1.0]}

@@ -85,7 +85,7 @@ def test_learns_in_every_configuration(make_roles, options, changes):
 def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(roles):
     trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, PpoParams(**SETTINGS), 0)
     rollout = replace(trainer.rollout(trainer.sample_prompts()), own=[])
-    spare = trainer.pack_episodes(rollout.prompts, rollout.responses, [0])
+    spare = trainer.pack_episodes(rollout.responses, [0])
     check_initial_ratio(roles, [], spare, rollout, 1.0)
 
 
@@ -140,7 +140,7 @@ def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
     metrics, sft_length = [], None
     for _ in range(3):
         rollout, row = trainer.step()
-        sft_length = sft_length or sum(map(len, rollout.responses)) / 32
+        sft_length = sft_length or sum(len(response.tokens) for response in rollout.responses) / 32
         kls = rollout.sequence_kl.numpy()
         assert row["kl_per_token"] == pytest.approx(kls.mean() / sft_length)
         assert row["kl_per_token_se"] == pytest.approx(stats.sem(kls) / sft_length)
