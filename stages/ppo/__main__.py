@@ -24,10 +24,9 @@ from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template
 from stages.lib.lm import world
-from stages.lib.lm.length_limits import check_model_lengths
-from stages.lib.lm.loading import setup_torch
+from stages.lib.lm.loading import check_model_lengths, setup_torch
 from stages.lib.lm.saving import save_trained
-from stages.lib.lm.sharding import held_share
+from stages.lib.lm.world import held_share
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs, write_no_critic
 from stages.ppo.common.reference import check_reference_files

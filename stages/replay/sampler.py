@@ -9,13 +9,8 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt
 from stages.lib.judging.fluency import Fluency
-from stages.lib.lm.loading import (
-    adapter_disabled,
-    is_adapter,
-    load_causal_lm,
-    load_policy,
-    load_tokenizer,
-)
+from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer
+from stages.lib.lm.lora import adapter_disabled, is_adapter
 from stages.lib.lm.responses import Response, ScoredResponse, responder
 from stages.lib.lm.scoring import RewardScorer
 

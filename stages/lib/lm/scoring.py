@@ -23,15 +23,8 @@ from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import check_vocabulary, load_reward_model
 from stages.lib.lm.logprobs import compare_states
-from stages.lib.lm.packing import (
-    Packed,
-    batches_by_tokens,
-    hidden_states,
-    pack,
-    unwrap_peft,
-)
-from stages.lib.lm.sharding import in_step
-from stages.lib.lm.shared_layers import forward_layers
+from stages.lib.lm.packing import Packed, forward_layers, hidden_states, pack, unwrap_peft
+from stages.lib.lm.world import batches_by_tokens, in_step
 
 
 def ensemble_members(reward_model: Any) -> list[Any]:

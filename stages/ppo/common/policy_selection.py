@@ -28,7 +28,7 @@ from stages.lib.lm.loading import training_model_params
 from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import rounding_differences
-from stages.lib.lm.sharding import gather_weights, split_weights
+from stages.lib.lm.world import gather_weights, split_weights
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET, NO_ROUNDING, Rounding

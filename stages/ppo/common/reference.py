@@ -23,17 +23,18 @@ from stages.lib.core.files import read_json
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.types import TokenIds
-from stages.lib.lm.loading import adapter_disabled, is_adapter, load_causal_lm
-from stages.lib.lm.packing import Packed
-from stages.lib.lm.responses import Response, sample_responses
-from stages.lib.lm.saving import load_trainable, saved_weights_hash, weights_hash
-from stages.lib.lm.sharding import is_sharded, split_weights
-from stages.lib.lm.shared_layers import (
+from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.lora import adapter_disabled, is_adapter
+from stages.lib.lm.packing import (
+    Packed,
     can_start_from_states,
     forward_layers,
     num_layers_below_adapters,
 )
+from stages.lib.lm.responses import Response, sample_responses
+from stages.lib.lm.saving import load_trainable, saved_weights_hash, weights_hash
 from stages.lib.lm.vllm_engine import VllmEngine
+from stages.lib.lm.world import is_sharded, split_weights
 
 
 class ReferenceView:
@@ -84,7 +85,7 @@ class SampledPolicy:
     Args:
         policy: a model that is as it was before training.
         tokenizer: its tokenizer.
-        engine: samples in place of stages/lib/lm/generation.py.
+        engine: samples in place of stages/lib/lm/responses.py.
         gradient_checkpointing: compute activations again in the backward pass.
     """
 

@@ -33,7 +33,7 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import compare_states, response_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Packed
+from stages.lib.lm.packing import Packed, forward_layers, num_shared_layers
 from stages.lib.lm.scoring import (
     calibrate_scores,
     ensemble_members,
@@ -41,9 +41,8 @@ from stages.lib.lm.scoring import (
     last_scores,
     score_head,
 )
-from stages.lib.lm.sharding import shard
-from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
+from stages.lib.lm.world import shard
 from stages.ppo.common.reference import ReferenceView, SampledPolicy, load_weights
 from stages.ppo.common.rewards import Rewards, load_rewards
 from stages.ppo.trainer.advantages import ONLINE
@@ -129,7 +128,7 @@ class Roles(SampledPolicy):
         tokenizer: of the policy.
         reward_model: None: it is served, or the critic without its training is the reward model.
         rewards: further rewards, and the served one.
-        engine: samples in place of stages/lib/lm/generation.py.
+        engine: samples in place of stages/lib/lm/responses.py.
         gradient_checkpointing: compute activations again in the backward pass.
         starts_as_reference: the policy's KL from the reference is 0 at first.
         sharded: all weights are trained, and layers divided among the processes.

@@ -21,7 +21,7 @@ from stages.lib.lm.logprobs import response_entropies, response_logprobs
 from stages.lib.lm.packing import Packed, hidden_states, pack, unwrap_peft
 from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import sum_of_trainable
-from stages.lib.lm.sharding import in_step
+from stages.lib.lm.world import in_step
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.rewards import SERVED, RewardInputs

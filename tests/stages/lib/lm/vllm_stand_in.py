@@ -18,8 +18,8 @@ from trl.generation import vllm_generation  # noqa: F401 - asks for vLLM when it
 
 from stages.lib.lm import vllm_engine
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.responses import generate
 
 engines: list = []  # every LLM that was started
 without_lora = False  # whether the model's class supports no LoRA
@@ -244,7 +244,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, modules[name])
     monkeypatch.setattr("stages.lib.lm.vllm_engine.find_spec", lambda name: name)
     monkeypatch.setattr("trl.generation.vllm_client.VLLMClient", VLLMClient)
-    # vllm_backends.py sets them; monkeypatch removes them again after the test
+    # LocalVllm sets them; monkeypatch removes them again after the test
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)

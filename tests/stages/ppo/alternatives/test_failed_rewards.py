@@ -11,8 +11,8 @@ from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.lm.lora import add_adapters
 from stages.ppo.alternatives.best_of_n import choose
-from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
+from stages.ppo.alternatives.stage import TrainedPolicy
 from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
 from tests.stages.ppo.stage_process import double_prompts

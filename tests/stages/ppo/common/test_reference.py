@@ -15,9 +15,8 @@ from stages.lib.core.params.policy import OnDanger, PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import hidden_states, pack, unwrap_peft
+from stages.lib.lm.packing import forward_layers, hidden_states, pack, unwrap_peft
 from stages.lib.lm.saving import saved_weights_hash, weights_hash
-from stages.lib.lm.shared_layers import forward_layers
 from stages.ppo.__main__ import main as ppo
 from stages.ppo.common.reference import (
     ReferenceView,

@@ -15,7 +15,7 @@ from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.loading import attach_ensemble
 from stages.lib.lm.saving import trainable_state_dict, weights_hash
-from stages.lib.lm.sharding import local
+from stages.lib.lm.world import local
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.update import PpoTrainer

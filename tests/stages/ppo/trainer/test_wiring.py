@@ -67,8 +67,10 @@ def test_tokens_are_sampled_with_the_probabilities_that_are_trained_on(make_trai
     rollout = trainer.rollout(batch)
     for row, ((_, prompt), response) in enumerate(zip(batch, rollout.responses, strict=True)):
         with torch.no_grad():
-            logits = trainer.roles.policy(torch.tensor([prompt + response])).logits[0].double()
-        for step, token in enumerate(response):
+            logits = (
+                trainer.roles.policy(torch.tensor([prompt + response.tokens])).logits[0].double()
+            )
+        for step, token in enumerate(response.tokens):
             probabilities = (logits[len(prompt) - 1 + step] / temperature).softmax(-1)
             below = probabilities[:token].sum()
             assert below - 1e-6 <= uniforms[row, step] <= below + probabilities[token] + 1e-6
@@ -80,7 +82,7 @@ def returns_by_hand(trainer: PpoTrainer, beta: float, whiten: bool) -> list[floa
     """Sums of the rewards that follow each token: -beta * log-ratio, and the score at the end."""
     rollout = trainer.rollout(trainer.sample_prompts())
     ratios = rollout.logprobs - rollout.ref_logprobs
-    lengths = [len(response) for response in rollout.responses]
+    lengths = [len(response.tokens) for response in rollout.responses]
     rewards = [
         [-beta * x for x in row[:n].tolist()] for row, n in zip(ratios, lengths, strict=True)
     ]
