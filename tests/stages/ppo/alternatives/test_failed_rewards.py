@@ -10,9 +10,10 @@ import torch
 from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.responses import Response
 from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.run import load
-from stages.ppo.alternatives.stage import TrainedPolicy
+from stages.ppo.alternatives.stage import TrainedPolicy, TrainingContext
 from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
 from tests.stages.ppo.stage_process import double_prompts
@@ -98,6 +99,13 @@ FAULTS = {
 }
 
 
+def given_responses(context: TrainingContext, tokens: list[list[int]]) -> list[Response]:
+    """In place of sampling: responses to the first prompts."""
+    texts = context.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    prompts = [ids for _, ids in context.prompts[: len(tokens)]]
+    return [Response(*row, ended=False) for row in zip(prompts, tokens, texts, strict=True)]
+
+
 def test_faults_of_a_server_end_training(make_params, monkeypatch):
     """As in PPO (test_reward_faults.py): no number is made up, and the run stops."""
     monkeypatch.setattr(http_session, "TRIES", 2)
@@ -107,7 +115,8 @@ def test_faults_of_a_server_end_training(make_params, monkeypatch):
         rewards = [{"name": "far", "url": server.url}]
         context = load(make_params("best_of_n", {"n": 2}, rewards=rewards), "r0")
         policy = TrainedPolicy(context.sft, context)
-        episodes, responses = context.prompts[:3], [[5, 6], [5], [5, 6, 7]]
+        episodes = context.prompts[:3]
+        responses = given_responses(context, [[5, 6], [5], [5, 6, 7]])
         scored = policy.score(1, episodes, responses)
         lengths = [len(query) for query in server.requests[0]["query"]]
         assert [row["score_far"] for row in scored.rows] == lengths
@@ -139,7 +148,8 @@ def test_requests_overlap_with_the_forward_passes(make_params):
         policy = TrainedPolicy(
             add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM"), context
         )
-        scored = policy.score(1, context.prompts, [[5, 6] for _ in context.prompts])
+        responses = given_responses(context, [[5, 6]] * len(context.prompts))
+        scored = policy.score(1, context.prompts, responses)
         handle.remove()
         assert started[0]
         lengths = [len(query) for query in server.requests[0]["query"]]

@@ -185,7 +185,9 @@ class GivenResponses(Roles):
     """In place of sampling: the response of each prompt."""
 
     def sample(self, prompt_ids, *_):
-        return [[prompt[0] + 3, prompt[0] % 5 + 10, 2][prompt[0] % 2 :] for prompt in prompt_ids]
+        tokens = [[ids[0] + 3, ids[0] % 5 + 10, 2][ids[0] % 2 :] for ids in prompt_ids]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Response(*row, ended=True) for row in zip(prompt_ids, tokens, texts, strict=True)]
 
 
 @pytest.mark.parametrize("value_head", [False, True])
