@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stages.assets.base_model import save, tiny_tokenizer
 from stages.lib.core.params import Params
 from stages.lib.lm.end_tokens import end_tokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.responses import generate
 
 SMOLLM2 = {  # config.json of SmolLM2-135M
     "vocab_size": 49_152,

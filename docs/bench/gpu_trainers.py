@@ -23,6 +23,7 @@ from trl_trainers import reward_trainer, sft_trainer
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.end_tokens import end_tokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_sequence_classifier,
@@ -31,7 +32,6 @@ from stages.lib.lm.loading import (
     setup_torch,
 )
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.responses import generate
 from stages.lib.lm.saving import merge_adapter
 from stages.lib.lm.vllm_engine import VllmEngine
 from stages.lib.training.trl_setup import train_on_completions, trainer_arguments

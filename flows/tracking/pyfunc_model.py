@@ -81,7 +81,7 @@ class TextGenerator(_Model):
 
         from stages.lib.data.prompts import decode
         from stages.lib.lm.end_tokens import end_tokens
-        from stages.lib.lm.responses import generate
+        from stages.lib.lm.generation import generate
 
         sampling = params or {}
         responses = generate(

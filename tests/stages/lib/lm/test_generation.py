@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from stages.lib.core.progress import reporting
-from stages.lib.lm import responses as sampling
-from stages.lib.lm import world
+from stages.lib.lm import generation, world
 from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.responses import generate
 from stages.lib.lm.scoring import reward_scores
 from tests.stages.lib.lm.shapes import (
     ALL_SHAPES,
@@ -84,7 +83,7 @@ def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm, monkey
     model, runs = tiny_lm(), []
     row_bytes = cache_bytes(model, max(map(len, PROMPTS)) + SETTINGS["response_length"])
     for rows in (1, 2, 4, 4):
-        monkeypatch.setattr(sampling, "CPU_CACHE_BYTES", rows * row_bytes)
+        monkeypatch.setattr(generation, "CPU_CACHE_BYTES", rows * row_bytes)
         runs.append(sample(model, PROMPTS))
     assert runs[0] == runs[1] == runs[2] == runs[3]
     assert all(2 not in response[:-1] for response in runs[0])
@@ -98,8 +97,8 @@ def cache_bytes(model, tokens):
 
 def test_the_heap_is_trimmed_after_each_batch(tiny_lm, monkeypatch):
     trims: list[bool] = []
-    monkeypatch.setattr(sampling, "rows_per_batch", lambda *_: 2)
-    monkeypatch.setattr(sampling, "trim_heap", lambda: trims.append(True))
+    monkeypatch.setattr(generation, "rows_per_batch", lambda *_: 2)
+    monkeypatch.setattr(generation, "trim_heap", lambda: trims.append(True))
     sample = torch.Generator().manual_seed(0)
     generate(
         tiny_lm(),
@@ -115,8 +114,8 @@ def test_the_heap_is_trimmed_after_each_batch(tiny_lm, monkeypatch):
 @pytest.mark.parametrize("shape", [*SHAPES, *POSITIONS_ADDED])
 def test_batches_are_as_large_as_the_cache_may_be(shape, monkeypatch):
     model = build(ALL_SHAPES[shape], "eager")
-    monkeypatch.setattr(sampling, "CPU_CACHE_BYTES", 3 * cache_bytes(model, 20))
-    assert [sampling.rows_per_batch(model, n) for n in (20, 21, 10, 1000)] == [3, 2, 6, 1]
+    monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 3 * cache_bytes(model, 20))
+    assert [generation.rows_per_batch(model, n) for n in (20, 21, 10, 1000)] == [3, 2, 6, 1]
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)

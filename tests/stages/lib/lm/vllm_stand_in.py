@@ -18,8 +18,8 @@ from trl.generation import vllm_generation  # noqa: F401 - asks for vLLM when it
 
 from stages.lib.lm import vllm_engine
 from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.responses import generate
 
 engines: list = []  # every LLM that was started
 without_lora = False  # whether the model's class supports no LoRA

@@ -13,8 +13,9 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.launch import end_with_agent
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.responses import Response, generate, score_responses
+from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.scoring import member_scores
 from stages.lib.lm.world import CPU_BATCH_TOKENS
 from tests.conftest import TINY

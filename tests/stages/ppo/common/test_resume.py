@@ -23,7 +23,7 @@ def test_params_inputs_code_and_judge_identify_a_run(make_round):
     original = run_identity(params, [prompts])
     assert run_identity(params, [prompts]) == original
     code = {path: digest for path, digest in original["files"].items() if path.endswith(".py")}
-    for name in ("stages/ppo/trainer/functional.py", "stages/lib/lm/responses.py"):
+    for name in ("stages/ppo/trainer/functional.py", "stages/lib/lm/generation.py"):
         assert code[str(ROOT / name)] == hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
     # nor may a word in code that PPO does not run throw its state away
     unused = ("stages/gate/", "stages/replay/", "stages/lib/dedup/", "stages/ppo/engines/")
