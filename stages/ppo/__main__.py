@@ -143,11 +143,7 @@ def summary(run: TrainingRun) -> Metrics:
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.ppo.batch_size,
-        "stopped": run.monitor.stopped or "completed",
-        **run.selector.metrics,
-        "health": run.monitor.verdict,
-        # up to the kept policy's own rollout
-        "dangers": run.monitor.dangers(kept.update + 1),
+        **run.outcome,
     }
 
 

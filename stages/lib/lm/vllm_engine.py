@@ -10,7 +10,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,7 +100,7 @@ class LocalVllm:
         self.why_merged = "" if self.max_lora_rank else f"vLLM has no LoRA for {name}"
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         lora = {"max_lora_rank": self.max_lora_rank, "max_loras": 1} if self.max_lora_rank else {}
-        with same_random_state():
+        with torch.random.fork_rng():  # vLLM may seed torch's generators
             self.llm = LLM(
                 model=folder,
                 # prompts and responses are tokens
@@ -229,13 +228,6 @@ class VllmServer:
                 for row in output["logprobs"]
             ],
         )
-
-
-@contextmanager
-def same_random_state() -> Iterator[None]:
-    """Within this context, vLLM may seed torch's generators."""
-    with torch.random.fork_rng():
-        yield
 
 
 # Mean |log-ratio| per token of vLLM and of the model, in nats. Rounding in bfloat16 gives a few

@@ -308,15 +308,11 @@ def finish(
 
 def summary(run: PolicyRun, rows: list[RolloutRow]) -> Metrics:
     """The metrics of the kept policy, with means over its rollout `rows`."""
-    kept = run.selector.best
     return {
         **describe_rows(rows, run.selector.first.length),
         "score_mean_first": fmean(row["score"] for row in run.initial_rows),
         "updates": run.updates,
-        "stopped": run.monitor.stopped or "completed",
-        **run.selector.metrics,
-        "health": run.monitor.verdict,
-        "dangers": run.monitor.dangers(kept.update + 1),
+        **run.outcome,
     }
 
 
