@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -139,7 +140,13 @@ def test_a_fault_that_passes_is_retried(server, trainer, fault):
         server.spoil = first_fails
     else:
         server.answering.clear()
-        threading.Timer(0.45, server.answering.set).start()  # while the second request waits
+
+        def answer_the_second_request():
+            server.received.wait()
+            time.sleep(0.45)
+            server.answering.set()
+
+        threading.Thread(target=answer_the_second_request, daemon=True).start()
     rollout, metrics = trainer.step()
     assert len(server.requests) == 2
     assert len(rollout.rows) == 8 and metrics["reward_failed_share"] == 0
