@@ -145,13 +145,6 @@ def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
     assert metrics[-1]["kl_per_token"] > 0 and metrics[-1]["kl"] > metrics[-1]["kl_per_token"]
 
 
-def test_first_update_starts_at_ratio_one_and_kl_zero(roles):
-    first = run(roles, total_episodes=32, num_ppo_epochs=1)[0]
-    assert first["kl"] == 0.0
-    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert first["approx_kl"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_a_policy_that_is_not_the_reference_at_the_start_is_an_error(roles):
     for name, parameter in roles.policy.named_parameters():
         if "lora_B" in name:
