@@ -21,11 +21,11 @@ PATCHES = {
     ),
     ("stages/lib/training/trl_setup.py", "trl_utils._use_triton"): "huggingface/trl#7244",
     # Accelerate makes batches of equal size, so that two processes do not give what one gives
-    ("stages/lib/training/sharing.py", "accelerator.gather"): "huggingface/accelerate#781",
-    ("stages/lib/training/sharing.py", "accelerator.gather_for_metrics"): (
+    ("stages/lib/training/trl_setup.py", "accelerator.gather"): "huggingface/accelerate#781",
+    ("stages/lib/training/trl_setup.py", "accelerator.gather_for_metrics"): (
         "huggingface/accelerate#781"
     ),
-    ("stages/lib/training/sharing.py", "accelerator.reduce"): "huggingface/accelerate#781",
+    ("stages/lib/training/trl_setup.py", "accelerator.reduce"): "huggingface/accelerate#781",
     # Experimental in peft, and documented
     ("stages/lib/lm/lora.py", "config._register_custom_module"): "huggingface/peft#1867",
 }

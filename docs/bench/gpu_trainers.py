@@ -34,8 +34,7 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.saving import merge_adapter
 from stages.lib.lm.vllm_engine import VllmEngine
-from stages.lib.training.completion_only import train_on_completions
-from stages.lib.training.trl_setup import trainer_arguments
+from stages.lib.training.trl_setup import train_on_completions, trainer_arguments
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -166,7 +165,7 @@ def ppo_by_rondo(size: Size, params: Params) -> dict[str, Any]:
     for _ in range(size.steps):
         rollout, _ = trainer.step()
         times.note()
-        tokens = sum(map(len, [*rollout.prompts, *rollout.responses]))
+        tokens = sum(len(r.prompt_ids) + len(r.tokens) for r in rollout.responses)
         rates.append(tokens / (times.at[-1] - times.at[-2]))
     return {"tokens_per_second": round(median(rates[1:])), "tokens_per_update": tokens}
 

@@ -21,6 +21,7 @@ import os
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,10 +42,9 @@ from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.responses import sample_responses
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import PolicySelector
-from stages.ppo.common.reference import FrozenModel
 
 
 class Times(TrainerCallback):
@@ -80,11 +80,18 @@ def curve_of(
 ) -> Curve:
     """A `Curve` of TRL's policy, with the attributes of `Roles` that PolicySelector uses."""
     policy = trainer.accelerator.unwrap_model(trainer.model).policy
-    roles = SimpleNamespace(
+    roles: Any = SimpleNamespace(
         policy=policy,
         tokenizer=tokenizer,
-        reference=FrozenModel(reference).reference,
-        sample=lambda ids, ppo, generator: sample_responses(policy, tokenizer, ids, ppo, generator),
+        reference=lambda: nullcontext(reference),
+        sample=lambda ids, ppo, generator: sample_responses(
+            policy,
+            tokenizer,
+            ids,
+            generator,
+            response_length=ppo.response_length,
+            temperature=ppo.temperature,
+        ),
     )
     # not load_primary_judge: the environment of TRL's PPO lacks the libraries of other judges
     judge = PrimaryJudge("lexicon", LexiconJudge(params.evaluate.tie_margin))

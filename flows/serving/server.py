@@ -15,9 +15,9 @@ from stages.lib.core.files import ASSETS, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.lib.lm.loading import default_device, load_config, load_tokenizer, setup_torch
-from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 from stages.lib.lm.scoring import RewardScorer
-from stages.ppo.common.reward_server import TOKEN
+from stages.lib.lm.world import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
+from stages.ppo.common.rewards import TOKEN
 
 WAITING_BATCHES = 8  # before requests are refused with 503
 LENGTHS = 4  # a text may have this many times reward.max_length tokens: the model has seen no more

@@ -104,8 +104,7 @@ class ResponseScorer(_Model):
         Args:
             model_input: columns `prompt`, a text or messages, and `response`.
         """
-        from stages.lib.lm.reward_ensemble import calibrate_scores
-        from stages.lib.lm.scoring import reward_scores
+        from stages.lib.lm.scoring import calibrate_scores, reward_scores
 
         encoded = (
             self.encode(prompt, response, self.params.reward.max_length)

@@ -34,7 +34,6 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import (
-    is_adapter,
     load_causal_lm,
     load_sequence_classifier,
     load_tokenizer,
@@ -42,6 +41,7 @@ from stages.lib.lm.loading import (
     setup_torch,
 )
 from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.packing import supports_packing
 
 SMOLLM2 = Package(

@@ -14,8 +14,7 @@ from stages.lib.judging.loading import base_model, load_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.responses import responder
-from stages.lib.lm.reward_ensemble import ensemble_members
-from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.scoring import RewardScorer, ensemble_members
 from stages.lib.metrics.stats import interval_names, mean, paired_bootstrap, pearson, with_interval
 
 

@@ -24,16 +24,14 @@ from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template
 from stages.lib.lm import world
-from stages.lib.lm.length_limits import check_model_lengths
-from stages.lib.lm.loading import setup_torch
+from stages.lib.lm.loading import check_model_lengths, setup_torch
 from stages.lib.lm.saving import save_trained
-from stages.lib.lm.sharding import held_share
+from stages.lib.lm.world import held_share
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs, write_no_critic
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
-from stages.ppo.common.reward_results import SERVED
-from stages.ppo.common.reward_server import check_served_model
+from stages.ppo.common.rewards import SERVED, check_served_model
 from stages.ppo.trainer.advantages import ONLINE
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
@@ -145,11 +143,7 @@ def summary(run: TrainingRun) -> Metrics:
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.ppo.batch_size,
-        "stopped": run.monitor.stopped or "completed",
-        **run.selector.metrics,
-        "health": run.monitor.verdict,
-        # up to the kept policy's own rollout
-        "dangers": run.monitor.dangers(kept.update + 1),
+        **run.outcome,
     }
 
 

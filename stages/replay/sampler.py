@@ -14,13 +14,8 @@ from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.judging.pairwise import Comparison
 from stages.lib.judging.pointwise import Fluency
-from stages.lib.lm.loading import (
-    adapter_disabled,
-    is_adapter,
-    load_causal_lm,
-    load_policy,
-    load_tokenizer,
-)
+from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer
+from stages.lib.lm.lora import adapter_disabled, is_adapter
 from stages.lib.lm.responses import Response, ScoredResponse, responder
 from stages.lib.lm.scoring import RewardScorer
 from stages.replay.exploits import strip_exploits

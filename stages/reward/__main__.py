@@ -44,9 +44,8 @@ from stages.lib.lm.loading import (
     setup_torch,
     training_model_params,
 )
-from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import reward_scores
+from stages.lib.lm.scoring import calibrate_scores, reward_scores
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint

@@ -15,8 +15,12 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PreferencePair
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.training.sharing import SharedTraining
-from stages.lib.training.trl_setup import MetricLoggerCallback, run_trainer, trainer_arguments
+from stages.lib.training.trl_setup import (
+    MetricLoggerCallback,
+    SharedTraining,
+    run_trainer,
+    trainer_arguments,
+)
 
 
 class TokenizedPair(TypedDict):

@@ -17,15 +17,9 @@ from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import load_params
 from stages.lib.core.params.shared import Reduce
 from stages.lib.core.types import TokenIds
-from stages.lib.lm.loading import load_reward_model, setup_torch
-from stages.lib.lm.reward_ensemble import (
-    MEMBERS,
-    attach_ensemble,
-    calibrate_scores,
-    ensemble_members,
-)
+from stages.lib.lm.loading import MEMBERS, attach_ensemble, load_reward_model, setup_torch
 from stages.lib.lm.saving import save_model
-from stages.lib.lm.scoring import reward_scores
+from stages.lib.lm.scoring import calibrate_scores, ensemble_members, reward_scores
 
 RELOAD_TOLERANCE = 1e-3
 

@@ -37,8 +37,8 @@ from stages.lib.data.lengths import (
 from stages.lib.data.prompts import template_hash
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
-from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import (
+    check_model_lengths,
     load_causal_lm,
     load_tokenizer,
     resolve_dtype,
@@ -51,11 +51,11 @@ from stages.lib.lm.responses import Response, responder
 from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
 from stages.lib.metrics.stats import interval_names, mean, paired_bootstrap, with_interval
 from stages.lib.metrics.text import repetition_n, tokens
-from stages.lib.training import completion_only
-from stages.lib.training.completion_only import TokenizedDemonstrations
 from stages.lib.training.trl_setup import (
     MetricLoggerCallback,
+    TokenizedDemonstrations,
     initial_checkpoint,
+    train_on_completions,
     trainer_arguments,
 )
 
@@ -177,7 +177,7 @@ def fit(
     )
     names = {name: name for name in ("loss", "grad_norm", "learning_rate")}
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
-    return completion_only.train_on_completions(
+    return train_on_completions(
         model,
         tokenizer,
         demonstration_ids(train),

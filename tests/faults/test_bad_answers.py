@@ -19,13 +19,19 @@ from flows.serving.scoring_queue import ScoringQueue
 from flows.serving.server import load_texts
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.files import file_hash
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.user_functions import check_scores
 from stages.lib.judging.endpoint import EndpointJudge, parse_verdict
 from stages.lib.judging.pairwise import Comparison, Verdict
-from stages.ppo.common import reward_server
-from stages.ppo.common.reward_results import FailedReward, RewardInputs, read_results
-from stages.ppo.common.reward_server import RewardServer, check_served_model
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import (
+    FailedReward,
+    RewardInputs,
+    RewardServer,
+    check_served_model,
+    read_results,
+)
 from tests.faults.bad import STRANGE, VALUES, bad_json, examples, try_bad
 from tests.flows.serving.conftest import MODEL, models, params, scorer  # noqa: F401 - fixtures
 
@@ -46,9 +52,10 @@ COMPLETION = {
 }
 INPUTS = RewardInputs(
     [{"id": "a", "prompt": "The day"}, {"id": "b", "prompt": "The night"}],
-    [" was good.", " was long."],
-    [True, False],
-    [3, 4],
+    [
+        Response([1], [5, 6, 2], " was good.", ended=True),
+        Response([1], [5, 6, 7, 8], " was long.", ended=False),
+    ],
 )
 REPLY = {"rewards": [1.0, 2.5], "ids": ["a#0", "b#1"], "model": "m", "extra_logs": {}}
 REQUEST = {
@@ -203,14 +210,14 @@ def test_an_endless_reply_of_a_reward_server(
     results = RewardServer("far", server.url, str)(INPUTS)
     assert all("more than 1 MiB" in result.reason for result in results)  # type: ignore[union-attr]
     monkeypatch.setattr(http_session, "MAX_REPLY_BYTES", 1 << 40)
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 0.2)
     results = RewardServer("far", server.url, str)(INPUTS)
     assert all("did not end within 0.2 s" in str(result) for result in results)
 
 
 def test_what_the_reward_service_says_of_itself(server: RawServer, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    digest = reward_server.file_hash(tmp_path / "model")
+    digest = file_hash(tmp_path / "model")
     good = {"status": "ok", "model": f"reward@r0 sha256:{digest}", "sha256": digest, "gate": "x"}
 
     def read(body: bytes) -> str:

@@ -23,7 +23,7 @@ from stages.lib.lm.loading import (
     load_sequence_classifier,
     load_tokenizer,
 )
-from stages.lib.lm.reward_ensemble import calibrate_scores
+from stages.lib.lm.scoring import calibrate_scores
 from stages.prepare import __main__ as prepare
 from tests.faults.bad import bad_bytes, bad_json, try_bad
 from tests.flows.serving.conftest import models, params  # noqa: F401 - fixtures

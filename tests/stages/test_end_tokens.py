@@ -20,8 +20,8 @@ from stages.lib.core.rows import PromptRow
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
-from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
+from stages.ppo.alternatives.stage import TrainedPolicy
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 from stages.replay.sampler import Sampler
@@ -85,8 +85,8 @@ def test_ppo_and_the_alternatives(params: Params) -> None:
     params.ppo = params.ppo.model_copy(update=sizes)
     trainer = PpoTrainer(load_roles(params, SFT, REWARD), episodes, params.ppo, 0)
     rollout, metrics = trainer.step()
-    assert rollout.ended.tolist() == [True, True]
-    assert [len(response) for response in rollout.responses] == [1, 1]
+    endings = [(len(response.tokens), response.ended) for response in rollout.responses]
+    assert endings == [(1, True), (1, True)]
     prompts = [row["prompt"] for row in rollout.rows]
     assert rollout.calibrated.tolist() == expected_scores(params, prompts)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -16,8 +16,8 @@ from stages.lib.core.rows import PromptRow
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
-from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
+from stages.ppo.alternatives.stage import TrainedPolicy
 from stages.ppo.trainer.roles import load_roles
 from stages.replay.sampler import Sampler
 from stages.sft.__main__ import generate_responses

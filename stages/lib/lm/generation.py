@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.heap import trim_heap
-from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm import world
-from stages.lib.lm.end_tokens import EndTokens, end_tokens
+from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
-from stages.lib.lm.sharding import whole_layers
-from stages.lib.lm.vllm_engine import VllmEngine
+from stages.lib.lm.world import whole_layers
 
 COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
 # Keys and values of a batch: 512 MiB on a CPU, a quarter of the memory of another device
@@ -87,43 +85,6 @@ def generate(
             )
             trim_heap()  # the cache was copied for each token, and left pieces of all sizes
     return world.gather(responses)
-
-
-def sample_responses(
-    model: Any,
-    tokenizer: Any,
-    prompt_ids: Sequence[TokenIds],
-    ppo: PpoParams,
-    generator: torch.Generator,
-    engine: VllmEngine | None = None,
-) -> list[TokenIds]:
-    """Sample one response per prompt with PPO's length and temperature.
-
-    Args:
-        model: a causal language model or a PeftModel.
-        tokenizer: its tokenizer.
-        prompt_ids: tokens of each prompt.
-        ppo: section `ppo` of params.yaml, for response_length and temperature.
-        generator: source of random numbers, on the CPU.
-        engine: vLLM, which samples in place of `generate`; None: `generate` does.
-
-    Returns:
-        Tokens of each response, as `generate` returns them.
-
-    Example:
-        generator = torch.Generator().manual_seed(params.seed)
-        engine = sampling_engine(params.model)
-        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
-    """
-    sample = engine.sample if engine else generate
-    return sample(
-        model,
-        prompt_ids,
-        response_length=ppo.response_length,
-        temperature=ppo.temperature,
-        generator=generator,
-        ends=end_tokens(model, tokenizer),
-    )
 
 
 def rows_per_batch(model: Any, tokens: int) -> int:

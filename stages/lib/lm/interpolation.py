@@ -13,7 +13,7 @@ import torch
 
 from stages.lib.core.types import StateDict
 from stages.lib.lm.logprobs import Reference
-from stages.lib.lm.sharding import local
+from stages.lib.lm.world import local
 
 # A policy beyond the trained one is a guess: with 1.3, one was worse than a later one (docs/log.md)
 MAX_SCALE = 1.25

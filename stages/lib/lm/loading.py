@@ -4,8 +4,6 @@ Weights are safetensors, code from the hub is never run, and models are in eval 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,9 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.lm import world
-from stages.lib.lm.lora import load_adapters
-from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
+from stages.lib.lm.lora import is_adapter, load_adapters
 
+MEMBERS = "members"  # subfolder of a reward model with the further members of its ensemble
 # Config keys of models that change their logits after the head: Gemma 2, Cohere, Granite
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -289,18 +287,6 @@ def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
     return load_adapters(load_causal_lm(sft, params), policy).eval()
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether the folder holds an adapter and not a whole model."""
-    return (folder / "adapter_config.json").exists()
-
-
-@contextmanager
-def adapter_disabled(model: Any) -> Iterator[Any]:
-    """Within this context, a PeftModel computes as it did before training."""
-    with model.disable_adapter():
-        yield model
-
-
 def training_model_params(model: ModelParams, lora: LoraParams) -> ModelParams:
     """Params of a model to train: float32 if all weights are trained (r 0).
 
@@ -333,3 +319,62 @@ def load_reward_model(
     for folder, member in zip(folders, members, strict=True):
         check_calibration(folder, member.config)
     return attach_ensemble(members[0], members[1:])
+
+
+def attach_ensemble(
+    reward_model: PreTrainedModel, others: list[PreTrainedModel]
+) -> PreTrainedModel:
+    """Attach the further members to the first one, and return it.
+
+    Training and saving the model ignore them; `ensemble_members` in scoring.py finds them.
+    """
+    # A list, not a ModuleList, so that the members are no submodules of the first one
+    reward_model.ensemble = others
+    return reward_model
+
+
+def check_model_lengths(path: Path, params: Params) -> None:
+    """Check the longest texts of all stages against a model's positions and sliding window.
+
+    Sampling keeps the pads of short prompts inside of the cache, where they use up a part of the
+    window. So it would see other tokens than training if a text were longer than the window.
+
+    Args:
+        path: the model folder.
+        params: all params.
+
+    Raises:
+        BadInput: there is no model; or names the keys whose tokens are more than the model has
+            positions for, or more than its sliding window.
+    """
+    config = load_config(path).get_text_config()
+    # EOS is appended to a response that was cut off
+    rollout = params.prepare.max_prompt_tokens + params.ppo.response_length + 1
+    sampled = {"prepare.max_prompt_tokens + ppo.response_length + 1": rollout}
+    given = {"sft.max_length": params.sft.max_length, "reward.max_length": params.reward.max_length}
+
+    positions = getattr(config, "max_position_embeddings", None)
+    for keys, tokens in (sampled | given).items():
+        if positions and tokens > positions:
+            raise BadInput(
+                f"{keys} is {tokens} tokens, but {path} (assets.model) has positions for "
+                f"{positions}: lower it, or choose a model with a longer context"
+            )
+    if not (window := sliding_window(config)):
+        return
+    grouped = resolve_attention(params.model) == "grouped"
+    for keys, tokens in (sampled | given if grouped else sampled).items():
+        if tokens > window:
+            other = " or set model.attn_implementation to sdpa," if keys in given else ""
+            raise BadInput(
+                f"{keys} is {tokens} tokens, but attention of {path} (assets.model) reaches back "
+                f"{window} tokens (sliding_window in its config.json), and Rondo cannot sample or "
+                f"train beyond that: lower it,{other} or choose a model with a longer window"
+            )
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that layers with a sliding window reach back; None if no layer has one."""
+    window: int | None = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    return window if layers is None or "sliding_attention" in layers else None

@@ -15,14 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from stages.lib.core.types import TokenIds
 from stages.lib.lm import world
-from stages.lib.lm.packing import (
-    Packed,
-    batches_by_tokens,
-    hidden_states,
-    model_autocast,
-    pack,
-    unwrap_peft,
-)
+from stages.lib.lm.packing import Packed, hidden_states, model_autocast, pack, unwrap_peft
+from stages.lib.lm.world import batches_by_tokens
 
 # Logits that exist at once in the model's dtype, on a CPU and on other devices: 128 and 256 MiB in
 # bfloat16. Where one piece holds all tokens, nothing is computed twice.

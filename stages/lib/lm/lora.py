@@ -212,3 +212,15 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
         if extra := sorted(saved - own):
             raise BadInput(f"{folder}: the adapter's {extra[0]} is no weight of its model; {FIX}")
     return adapted
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds an adapter and not a whole model."""
+    return (folder / "adapter_config.json").exists()
+
+
+@contextmanager
+def adapter_disabled(model: Any) -> Iterator[Any]:
+    """Within this context, a PeftModel computes as it did before training."""
+    with model.disable_adapter():
+        yield model

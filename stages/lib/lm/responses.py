@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,24 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import decode, encode
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import generate
-from stages.lib.lm.logprobs import Reference
-from stages.lib.lm.reward_ensemble import calibrate_scores
-from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
+from stages.lib.lm.packing import (
+    forward_layers,
+    num_shared_layers,
+    pack,
+    unwrap_peft,
+)
+from stages.lib.lm.scoring import (
+    calibrate_scores,
+    ensemble_members,
+    ensemble_scores,
+    last_scores,
+)
 from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
+from stages.lib.lm.world import batches_by_tokens, in_step, is_sharded
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,143 @@ class ScoredResponse(Response):
     """A response with its score and its distance from the reference."""
 
     score: float  # of the reward model, calibrated
-    kl: float  # of the policy from the reference, nats per sequence
+    # Of the policy from the reference, nats per sequence: the sum over the response's tokens of the
+    # exact KL of the two distributions that the token was sampled from. Its mean estimates the KL
+    # of sequences without bias and with less variance than log-ratios; it is never negative.
+    kl: float
     ref_logprob: float  # under the reference, nats per sequence
+
+
+def sample_responses(
+    model: Any,
+    tokenizer: Any,
+    prompt_ids: Sequence[TokenIds],
+    generator: torch.Generator,
+    *,
+    response_length: int,
+    temperature: float,
+    engine: VllmEngine | None = None,
+) -> list[Response]:
+    """Sample one response per prompt.
+
+    Args:
+        model: a causal language model or a PeftModel.
+        tokenizer: its tokenizer.
+        prompt_ids: tokens of each prompt.
+        generator: source of random numbers, on the CPU.
+        response_length: tokens per response at most.
+        temperature: divides the logits.
+        engine: vLLM, which samples in place of `generate`; None: `generate` does.
+
+    Example:
+        responses = sample_responses(
+            model,
+            tokenizer,
+            prompt_ids,
+            torch.Generator().manual_seed(0),
+            response_length=24,
+            temperature=1.0,
+            engine=sampling_engine(params.model),
+        )
+    """
+    ends = end_tokens(model, tokenizer)
+    tokens = (engine.sample if engine else generate)(
+        model,
+        prompt_ids,
+        response_length=response_length,
+        temperature=temperature,
+        generator=generator,
+        ends=ends,
+    )
+    return [
+        Response(prompt, response, text, ends.end(response))
+        for prompt, response, text in zip(
+            prompt_ids, tokens, decode(tokenizer, tokens), strict=True
+        )
+    ]
+
+
+@torch.no_grad()
+def score_responses(
+    responses: Sequence[Response],
+    policy: Any | None,
+    reference: Reference,
+    tokenizer: Any,
+    *,
+    reward_model: Any = None,
+    temperature: float,
+) -> list[ScoredResponse]:
+    """Score sampled responses: KL to the reference, and the reward model's score.
+
+    The layers that policy, reference and reward model share run once per batch.
+
+    Args:
+        responses: of one model, each with one token at least.
+        policy: the model that sampled them; None: the reference did, and their KL is 0.
+        reference: opens a context with the reference model.
+        tokenizer: of both; the reward model reads its EOS at the end of each response.
+        reward_model: a reward model or its ensemble; None: scores are 0.
+        temperature: divides the logits of policy and reference, as in sampling.
+
+    Example:
+        scored = score_responses(
+            responses,
+            policy,
+            lambda: adapter_disabled(policy),
+            tokenizer,
+            reward_model=reward_model,
+            temperature=1.0,
+        )
+        mean_kl = fmean(response.kl for response in scored)  # nats per sequence
+    """
+    scores, kl, ref_logprobs = (torch.zeros(len(responses)) for _ in range(3))
+    with reference() as model:
+        ends = end_tokens(policy or model, tokenizer)
+        models = [
+            model,
+            *([policy] if policy else []),
+            *(ensemble_members(reward_model) if reward_model else []),
+        ]
+        common = 0 if is_sharded(model) else num_shared_layers(*models)
+        device = unwrap_peft(model).device
+    lengths = [len(response.prompt_ids) + len(response.tokens) for response in responses]
+    batches = batches_by_tokens(lengths, device, "scoring")
+    for batch, is_own in in_step(model, batches, [0]):
+        packed = pack(
+            [responses[i].prompt_ids for i in batch],
+            [responses[i].tokens for i in batch],
+            device,
+            ends,
+        )
+        # The reference runs all layers; the others start from the states that enter layer `common`.
+        with reference() as model:
+            ref_hidden, [entering] = forward_layers(model, packed, keep=[common])
+            if policy is None:
+                batch_logprobs = response_logprobs(model, packed, ref_hidden, temperature)
+        start = entering if common else None
+        if policy:
+            hidden, _ = forward_layers(policy, packed, start, common)
+            compared = compare_states(policy, reference, packed, hidden, ref_hidden, temperature)
+            batch_logprobs = compared.ref_logprobs
+        if reward_model:
+            batch_scores = ensemble_scores(
+                reward_model, partial(last_scores, packed=packed, entering=start, first=common)
+            )
+        if not is_own:
+            continue
+        ref_logprobs[batch] = batch_logprobs.sum(1).cpu()
+        if policy:
+            kl[batch] = compared.kl.sum(1).cpu()
+        if reward_model:
+            scores[batch] = batch_scores.cpu()
+    world.add_up([scores, kl, ref_logprobs])
+    if reward_model:
+        scores = calibrate_scores(scores, reward_model)
+    columns = (column.tolist() for column in (scores, kl, ref_logprobs))
+    return [
+        ScoredResponse(**vars(response), score=score, kl=distance, ref_logprob=logprob)
+        for response, score, distance, logprob in zip(responses, *columns, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -64,20 +212,15 @@ class Responder:
             encode(self.tokenizer, prompt, None, self.prompt_format, self.max_prompt_length)[0]
             for prompt in prompts
         ]
-        ends = end_tokens(model, self.tokenizer)
-        tokens = (self.engine.sample if self.engine else generate)(
+        return sample_responses(
             model,
+            self.tokenizer,
             prompt_ids,
+            torch.Generator().manual_seed(seed),
             response_length=self.response_length,
             temperature=self.temperature,
-            generator=torch.Generator().manual_seed(seed),
-            ends=ends,
+            engine=self.engine,
         )
-        texts = decode(self.tokenizer, tokens)
-        return [
-            Response(prompt, response, text, ends.end(response))
-            for prompt, response, text in zip(prompt_ids, tokens, texts, strict=True)
-        ]
 
     def scored(
         self,
@@ -86,33 +229,15 @@ class Responder:
         reference: Reference,
         reward_model: Any = None,
     ) -> list[ScoredResponse]:
-        """Responses with their scores.
-
-        Args:
-            responses: of one model.
-            policy: the model that sampled them; None: the reference did, and their KL is 0.
-            reference: opens a context with the reference model.
-            reward_model: a reward model or its ensemble; None: scores are 0.
-        """
-        with reference() as model:
-            ends = end_tokens(policy or model, self.tokenizer)
-        results = score_responses(
+        """Responses with their scores, by `score_responses`."""
+        return score_responses(
+            responses,
             policy,
             reference,
-            [response.prompt_ids for response in responses],
-            [response.tokens for response in responses],
+            self.tokenizer,
             reward_model=reward_model,
-            ends=ends,
             temperature=self.temperature,
         )
-        scores = calibrate_scores(results.scores, reward_model) if reward_model else results.scores
-        columns = (column.tolist() for column in (scores, results.kl, results.ref_logprobs))
-        return [
-            ScoredResponse(
-                response.prompt_ids, response.tokens, response.text, response.ended, *row
-            )
-            for response, *row in zip(responses, *columns, strict=True)
-        ]
 
 
 def responder(

@@ -20,7 +20,7 @@ from stages.lib.core.files import file_hash, read_json, write_json
 from stages.lib.core.progress import progress, tracked
 from stages.lib.lm import world
 from stages.lib.lm.packing import unwrap_peft
-from stages.lib.lm.sharding import gather_weights, is_sharded, local
+from stages.lib.lm.world import gather_weights, is_sharded, local
 
 
 def merge_adapter(model: Any, dtype: torch.dtype) -> Any:

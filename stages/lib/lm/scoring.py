@@ -1,38 +1,82 @@
 """Scores of a reward model, and the KL of a policy to its reference.
 
 From the inside out: scores from hidden states (`score_head`), scores of token sequences
-(`reward_scores`), calibrated scores of texts with a saved reward model (`RewardScorer`), and
-everything that evaluation and PPO need to know about sampled responses (`score_responses`).
+(`reward_scores`), calibrated scores of texts with a saved reward model (`RewardScorer`).
 
 Shapes: B responses, M tokens of all rows, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
+from stages.lib.core.params.shared import Reduce
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import check_vocabulary, load_reward_model
-from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
-from stages.lib.lm.packing import (
-    Packed,
-    batches_by_tokens,
-    hidden_states,
-    pack,
-    unwrap_peft,
-)
-from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
-from stages.lib.lm.sharding import in_step, is_sharded
-from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
+from stages.lib.lm.logprobs import compare_states
+from stages.lib.lm.packing import Packed, forward_layers, hidden_states, pack, unwrap_peft
+from stages.lib.lm.world import batches_by_tokens, in_step
+
+
+def ensemble_members(reward_model: Any) -> list[Any]:
+    """The reward model and the further members of its ensemble."""
+    return [reward_model, *getattr(unwrap_peft(reward_model), "ensemble", [])]
+
+
+def ensemble_scores(reward_model: Any, read: Callable[[Any], Tensor]) -> Tensor:
+    """Raw scores of an ensemble, in the units of its first member.
+
+    So an ensemble can be used like one reward model, with the calibration of the first member: its
+    calibrated scores of SFT demonstrations have mean 0 and standard deviation 1
+    (`config.ensemble_mean`, `config.ensemble_std`).
+
+    Args:
+        reward_model: the first member.
+        read: returns one member's (B,) raw scores.
+
+    Returns:
+        (B,) scores: mean or minimum (`config.ensemble_reduce`) of the calibrated scores,
+        standardised again, because a mean varies less than its terms and a minimum is lower, and
+        converted back. Without further members, the raw scores of the one model.
+    """
+    first, *others = ensemble_members(reward_model)
+    raw = read(first)
+    if not others:
+        return raw
+    scores = torch.stack(
+        [
+            calibrate_scores(raw, first),
+            *(calibrate_scores(read(member), member) for member in others),
+        ]
+    )
+    config = first.config
+    reduced = scores.amin(0) if config.ensemble_reduce == Reduce.min.value else scores.mean(0)
+    standardised = (reduced - config.ensemble_mean) / config.ensemble_std
+    return standardised * config.std + config.mean
+
+
+def calibrate_scores(raw: Tensor, reward_model: Any) -> Tensor:
+    """Raw scores in standard deviations above the mean score of SFT demonstrations.
+
+    Raises:
+        BadInput: the reward model has no calibration.
+    """
+    config = reward_model.config
+    if not hasattr(config, "std"):
+        raise BadInput(
+            f"{config.name_or_path}/config.json: no mean and std of its scores, which Rondo's "
+            "reward stage writes: name a model of that stage, or add them"
+        )
+    return (raw - config.mean) / config.std
 
 
 def score_head(model: Any, hidden: Tensor) -> Tensor:
@@ -122,103 +166,6 @@ class RewardScorer:
             for member in ensemble_members(self.model)
         ]
         return torch.stack(scores)
-
-
-class ResponseScores(NamedTuple):
-    """Scores of B responses, each a (B,) float32 tensor on the CPU.
-
-    kl: KL of the policy to the reference, nats per sequence: the sum over the response's tokens of
-    the exact KL of the two distributions that the token was sampled from. Its mean is an unbiased
-    estimate of the KL of sequences, with less variance than that of log-ratios, and is never
-    negative. ref_logprobs: log-probability under the reference, nats per sequence. scores: raw
-    scores of the reward model.
-    """
-
-    kl: Tensor
-    ref_logprobs: Tensor
-    scores: Tensor
-
-
-@torch.no_grad()
-def score_responses(
-    policy: Any | None,
-    reference: Reference,
-    prompt_ids: Sequence[TokenIds],
-    response_ids: Sequence[TokenIds],
-    *,
-    reward_model: Any = None,
-    ends: EndTokens,
-    temperature: float,
-) -> ResponseScores:
-    """Score sampled responses: KL to the reference, and the reward model's score.
-
-    The layers that policy, reference and reward model share run once per batch.
-
-    Args:
-        policy: the model that sampled the responses; None: no KL.
-        reference: opens a context with the reference model.
-        prompt_ids: tokens of each prompt.
-        response_ids: tokens of each response, at least one, as `generate` returns them.
-        reward_model: a reward model or its ensemble; None: no scores.
-        ends: the tokens that end a response; the reward model reads the canonical one.
-        temperature: divides the logits of policy and reference, as in sampling.
-
-    Returns:
-        The scores. `kl` is 0 without a policy, and `scores` are 0 without a reward model.
-
-    Raises:
-        ValueError: the numbers of prompts and responses differ.
-
-    Example:
-        scores = score_responses(
-            policy,
-            lambda: adapter_disabled(policy),
-            prompt_ids,
-            response_ids,
-            reward_model=reward_model,
-            ends=end_tokens(policy, tokenizer),
-            temperature=1.0,
-        )
-        mean_kl = scores.kl.mean().item()  # nats per sequence
-    """
-    results = ResponseScores(*(torch.zeros(len(prompt_ids)) for _ in ResponseScores._fields))
-    with reference() as model:
-        models = [
-            model,
-            *([policy] if policy else []),
-            *(ensemble_members(reward_model) if reward_model else []),
-        ]
-        common = 0 if is_sharded(model) else num_shared_layers(*models)
-        device = unwrap_peft(model).device
-    lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    batches = batches_by_tokens(lengths, device, "scoring")
-    for batch, is_own in in_step(model, batches, [0]):
-        packed = pack(
-            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, ends
-        )
-        # The reference runs all layers; the others start from the states that enter layer `common`.
-        with reference() as model:
-            ref_hidden, [entering] = forward_layers(model, packed, keep=[common])
-            if policy is None:
-                ref_logprobs = response_logprobs(model, packed, ref_hidden, temperature)
-        start = entering if common else None
-        if policy:
-            hidden, _ = forward_layers(policy, packed, start, common)
-            compared = compare_states(policy, reference, packed, hidden, ref_hidden, temperature)
-            ref_logprobs = compared.ref_logprobs
-        if reward_model:
-            scores = ensemble_scores(
-                reward_model, partial(last_scores, packed=packed, entering=start, first=common)
-            )
-        if not is_own:
-            continue
-        results.ref_logprobs[batch] = ref_logprobs.sum(1).cpu()
-        if policy:
-            results.kl[batch] = compared.kl.sum(1).cpu()
-        if reward_model:
-            results.scores[batch] = scores.cpu()
-    world.add_up(results)
-    return results
 
 
 @torch.no_grad()

@@ -11,10 +11,9 @@ from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.training.completion_only import completion_trainer
-from stages.lib.training.trl_setup import trainer_arguments
+from stages.lib.training.trl_setup import completion_trainer, trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
+from stages.ppo.alternatives.stage import TrainedPolicy, TrainingContext
 
 LOGGED = {name: name for name in ("loss", "grad_norm", "learning_rate")}
 
@@ -82,5 +81,7 @@ def choose(policy: TrainedPolicy, context: TrainingContext) -> BestOfN:
     )
     best = [max(group, key=rewards.__getitem__) for group in groups if group]
     return BestOfN(
-        [episodes[index][1] for index in best], [responses[index] for index in best], scored.rows
+        [episodes[index][1] for index in best],
+        [responses[index].tokens for index in best],
+        scored.rows,
     )

@@ -11,9 +11,8 @@ from stages.lib.core.errors import Diverged
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
-from stages.lib.training.sharing import SharedTraining
-from stages.lib.training.trl_setup import run_trainer
-from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
+from stages.lib.training.trl_setup import SharedTraining, run_trainer
+from stages.ppo.alternatives.stage import PolicyRun, TrainingContext
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 

@@ -20,10 +20,9 @@ from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.lora import lora_config
-from stages.lib.training.sharing import ROWS, SharedTraining
-from stages.lib.training.trl_setup import trainer_arguments
+from stages.lib.training.trl_setup import ROWS, SharedTraining, trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.alternatives.stage import TrainingContext
 
 NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
     "rewards/accuracies": "accuracy",

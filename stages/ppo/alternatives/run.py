@@ -8,8 +8,13 @@ from stages.lib.core.params.policy import Algorithm
 from stages.lib.lm.loading import training_model_params
 from stages.ppo.alternatives import best_of_n, dpo
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.policy import TrainingContext
-from stages.ppo.alternatives.stage import data_paths, finish, load_models, load_prompts
+from stages.ppo.alternatives.stage import (
+    TrainingContext,
+    data_paths,
+    finish,
+    load_models,
+    load_prompts,
+)
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import run_identity
 from stages.ppo.common.run import open_run

@@ -86,6 +86,9 @@ class MetricHistory:
     def ratio(self, name: str) -> float:
         return self.last(name) / max(self.first(name), 1e-8)
 
+    def over_median(self, name: str) -> float:
+        return self.last(name) / max(median(row[name] for row in self.steps), 1e-8)
+
 
 Reading = tuple[str, float]  # verdict ("" if healthy), and the value that it is about
 
@@ -142,24 +145,6 @@ def no_movement(history: MetricHistory, params: PpoParams) -> Reading:
     return ("" if moved else DANGER), recent[-1]
 
 
-def reward_does_not_move(history: MetricHistory, _: PpoParams) -> Reading:
-    """The rise, in standard deviations of a rollout's rewards at the start."""
-    gain = history.standardised_rise("reward")
-    return (WARN if gain < 0.1 else ""), gain
-
-
-def entropy_collapse(history: MetricHistory, _: PpoParams) -> Reading:
-    return worse_below(history.ratio("entropy"), 0.5, 0.35)
-
-
-def mode_collapse(history: MetricHistory, _: PpoParams) -> Reading:
-    return worse_below(history.ratio("distinct_2"), 0.75, 0.6)
-
-
-def one_ending_for_all(history: MetricHistory, _: PpoParams) -> Reading:
-    return worse_above(history.rise("ending_share"), 0.15, 0.25)
-
-
 def reward_judge_divergence(history: MetricHistory, _: PpoParams) -> Reading:
     """A verdict only if they agreed at the start, and while the judge's score rises by less than a
     quarter of the reward's rise, each in standard deviations at the start. The correlation also
@@ -192,19 +177,6 @@ def length_hack(history: MetricHistory, params: PpoParams) -> Reading:
     if history.rise("reward_mean") <= 0 or share <= 0.1:
         return "", ratio
     return worse_above(ratio, 1.3, 1.6 if share > 0.25 else math.inf)
-
-
-def repetition(history: MetricHistory, _: PpoParams) -> Reading:
-    return worse_above(history.rise("repetition_3"), 0.05, 0.1)
-
-
-def value_loss_explodes(history: MetricHistory, _: PpoParams) -> Reading:
-    typical = median(row["value_loss"] for row in history.steps)
-    return worse_above(history.last("value_loss") / max(typical, 1e-8), 5.0, 20.0)
-
-
-def clips_too_much(history: MetricHistory, _: PpoParams) -> Reading:
-    return worse_above(history.last("clip_fraction"), 0.35, 0.6)
 
 
 def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
@@ -244,7 +216,9 @@ HEALTH_CHECKS = (
         threshold="0.1 or more",
         cause="the steps are too small or beta too large",
         first_fix="lower ppo.kl_coef, raise ppo.learning_rate",
-        evaluate=reward_does_not_move,
+        evaluate=lambda history, _: worse_below(
+            history.standardised_rise("reward"), 0.1, -math.inf
+        ),
         min_updates=3 * WINDOW,
     ),
     HealthCheck(
@@ -253,7 +227,7 @@ HEALTH_CHECKS = (
         threshold="0.5 or more",
         cause="the policy grows certain faster than it learns",
         first_fix="lower ppo.learning_rate, raise ppo.entropy_coef or ppo.kl_coef",
-        evaluate=entropy_collapse,
+        evaluate=lambda history, _: worse_below(history.ratio("entropy"), 0.5, 0.35),
     ),
     HealthCheck(
         "one text for all prompts",
@@ -261,7 +235,7 @@ HEALTH_CHECKS = (
         threshold="0.75 or more",
         cause="mode collapse",
         first_fix="raise ppo.kl_coef; read rollouts; let the next round replay the exploit",
-        evaluate=mode_collapse,
+        evaluate=lambda history, _: worse_below(history.ratio("distinct_2"), 0.75, 0.6),
     ),
     HealthCheck(
         "one ending for all prompts",
@@ -269,7 +243,7 @@ HEALTH_CHECKS = (
         threshold="0.15 or less",
         cause="reward hacking: the reward model overpays an ending",
         first_fix="raise ppo.kl_coef; let the next round replay the exploit",
-        evaluate=one_ending_for_all,
+        evaluate=lambda history, _: worse_above(history.rise("ending_share"), 0.15, 0.25),
     ),
     HealthCheck(
         "reward and judge diverge",
@@ -303,7 +277,7 @@ HEALTH_CHECKS = (
         threshold="0.05 or less",
         cause="texts repeat themselves to please the reward model",
         first_fix="raise ppo.kl_coef, lower ppo.response_length",
-        evaluate=repetition,
+        evaluate=lambda history, _: worse_above(history.rise("repetition_3"), 0.05, 0.1),
     ),
     HealthCheck(
         "value loss explodes",
@@ -311,7 +285,7 @@ HEALTH_CHECKS = (
         threshold="5 or less",
         cause="the critic cannot follow the returns",
         first_fix="lower ppo.critic_learning_rate, clip scores (ppo.score_clip)",
-        evaluate=value_loss_explodes,
+        evaluate=lambda history, _: worse_above(history.over_median("value_loss"), 5.0, 20.0),
     ),
     HealthCheck(
         "clips too much",
@@ -319,7 +293,7 @@ HEALTH_CHECKS = (
         threshold="0.35 or less",
         cause="each rollout is trained on for too long",
         first_fix="lower ppo.num_ppo_epochs or ppo.learning_rate",
-        evaluate=clips_too_much,
+        evaluate=lambda history, _: worse_above(history.last("clip_fraction"), 0.35, 0.6),
     ),
     HealthCheck(
         "clips nothing",

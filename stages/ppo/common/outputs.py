@@ -13,60 +13,53 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import write_manifest
-from stages.lib.core.rows import PromptRow, RolloutRow
+from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import template_hash
 from stages.lib.lm import world
 from stages.lib.metrics.stats import pearson
 from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
+from stages.ppo.common.rewards import RewardInputs
 
 ENDING_TOKENS = 2
 
 
 def rollout_rows(
     update: int,
-    rows: Sequence[PromptRow],
-    texts: Sequence[str],
+    inputs: RewardInputs,
     *,
     scores: Tensor,
     parts: Mapping[str, Sequence[float]],
     rewards: Tensor,
     judge_scores: Sequence[float] | None,
     kls: Tensor,
-    lengths: Sequence[int],
-    ended: Tensor,
 ) -> list[RolloutRow]:
     """One row per episode, for the rollout files.
 
     Args:
         update: the update that the episodes belong to.
-        rows, texts: B prompts' rows, and the responses.
+        inputs: B prompts' rows and responses.
         scores: (B,) calibrated scores of the reward model.
         parts: scores of the further rewards, by name.
         rewards: (B,) weighted sum of all scores, clipped and penalised.
         judge_scores: (B,) by the primary judge; None if it only compares.
         kls: (B,) nats per sequence.
-        lengths: tokens per response.
-        ended: (B,) bool, an end token was sampled.
-
-    Returns:
-        One row per episode.
     """
     episodes = [
         {
             "update": update,
             "id": row["id"],
             "prompt": row["prompt"],
-            "response": texts[i],
+            "response": response.text,
             "score": round(float(scores[i]), 4),
             **{f"score_{name}": round(part[i], 4) for name, part in parts.items()},
             "reward": round(float(rewards[i]), 4),
             **({} if judge_scores is None else {"judge_score": judge_scores[i]}),
             "kl": round(float(kls[i]), 4),
-            "finish_reason": "stop" if ended[i] else "length",
-            "length": lengths[i],
+            "finish_reason": "stop" if response.ended else "length",
+            "length": len(response.tokens),
         }
-        for i, row in enumerate(rows)
+        for i, (row, response) in enumerate(zip(inputs.rows, inputs.responses, strict=True))
     ]
     return cast(list[RolloutRow], episodes)
 

@@ -8,33 +8,31 @@ trained on these prompts.
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params.policy import LossLevel, PolicySelection, PpoParams
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.progress import progress
-from stages.lib.core.types import Metrics, StateDict, TokenIds
-from stages.lib.data.prompts import decode
+from stages.lib.core.types import Metrics, StateDict
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
 from stages.lib.lm.loading import training_model_params
+from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
-from stages.lib.lm.scoring import rounding_differences, score_responses
-from stages.lib.lm.sharding import gather_weights, split_weights
+from stages.lib.lm.scoring import rounding_differences
+from stages.lib.lm.world import gather_weights, split_weights
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET, NO_ROUNDING, Rounding
-from stages.ppo.common.warm_start import load_weights
+from stages.ppo.common.reference import SampledPolicy, load_weights
 
 # Responses per prompt of the scaled policies, whose KL decides the selected policy's scale, and of
 # SFT, whose length is the unit of the target KL. With one, the standard error of either on 128
@@ -46,23 +44,6 @@ REACHED = 0.9  # share of the target KL below which it counts as missed
 # one, chance would do it in one run of six.
 CLEAR = 2.0
 NEAR = 0.05  # share by which two KLs may differ that count as the same: the error of a measured one
-
-
-class TrainablePolicy(Protocol):
-    """The policy being trained, with its reference model."""
-
-    policy: Any
-    tokenizer: PreTrainedTokenizerBase
-
-    def sample(
-        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
-    ) -> list[TokenIds]:
-        """One response per prompt by the current policy."""
-        ...
-
-    def reference(self) -> AbstractContextManager[Any]:
-        """A context in which the policy is as it was before training."""
-        ...
 
 
 class Validation(NamedTuple):
@@ -164,7 +145,7 @@ class PolicySelector:
         rounding: measured on them.
     """
 
-    roles: TrainablePolicy
+    roles: SampledPolicy
     prompts: Sequence[Episode]
     judge: PrimaryJudge
     params: PpoParams
@@ -316,29 +297,28 @@ class PolicySelector:
 
         samples: responses per prompt, of which the judge scores one.
         """
-        p, tokenizer = self.params, self.roles.tokenizer
+        p = self.params
         prompt_ids = [tokens for _, tokens in self.prompts]
         generator = torch.Generator().manual_seed(self.seed)
         sampled = [self.roles.sample(prompt_ids, p, generator) for _ in range(samples)]
-        texts = decode(tokenizer, sampled[0])
-        responses = [response for responses in sampled for response in responses]
-        response_scores = score_responses(
+        texts = [response.text for response in sampled[0]]
+        responses = score_responses(
+            [response for responses in sampled for response in responses],
             self.roles.policy,
             self.roles.reference,
-            prompt_ids * samples,
-            responses,
-            ends=end_tokens(self.roles.policy, tokenizer),
+            self.roles.tokenizer,
             temperature=p.temperature,
         )
         if not self.history:
-            self.rounding = self.measure_rounding(prompt_ids, sampled[0])
+            self.rounding = self.measure_rounding(sampled[0])
         prompts = [row["prompt"] for row, _ in self.prompts]
         self.first_texts = self.first_texts or texts
         scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
-        length = fmean(len(response) for response in responses)
+        length = fmean(len(response.tokens) for response in responses)
         # the error is over prompts, whose responses are not independent of each other
-        kl_of_prompts = response_scores.kl.view(samples, len(prompts)).mean(0)
+        kls = torch.tensor([response.kl for response in responses])
+        kl_of_prompts = kls.view(samples, len(prompts)).mean(0)
         kl, error = mean_with_error(kl_of_prompts.tolist())
         sft_length = self.first.length if self.history else length
         validation = Validation(
@@ -348,13 +328,13 @@ class PolicySelector:
         self.history.append(validation)
         return validation
 
-    def measure_rounding(self, prompt_ids: list[TokenIds], responses: list[TokenIds]) -> Rounding:
+    def measure_rounding(self, responses: list[Response]) -> Rounding:
         """What rounding alone shows on SFT's responses."""
-        p, policy = self.params, self.roles.policy
+        p, policy, few = self.params, self.roles.policy, responses[:ROUNDED_RESPONSES]
         kl_per_token, rows = rounding_differences(
             policy,
-            prompt_ids[:ROUNDED_RESPONSES],
-            responses[:ROUNDED_RESPONSES],
+            [response.prompt_ids for response in few],
+            [response.tokens for response in few],
             ends=end_tokens(policy, self.roles.tokenizer),
             temperature=p.temperature,
         )

@@ -1,65 +1,74 @@
-"""A trained model and its state before training: policy and reference, critic and reward model.
-
-With adapters both are one set of weights; without, the model before training is a frozen copy. The
-reference is the round's SFT model.
+"""A trained policy and its reference: the same model before training, with adapters one set of
+weights, else a frozen copy. The reference is the round's SFT model; also if the policy starts from
+another policy's weights.
 """
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from peft import PeftModel
+import torch
+from peft import (
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from torch import Tensor
 
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_json
-from stages.lib.lm.loading import adapter_disabled
-from stages.lib.lm.packing import Packed
-from stages.lib.lm.saving import saved_weights_hash, weights_hash
-from stages.lib.lm.shared_layers import (
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import ModelParams
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.lora import adapter_disabled, is_adapter
+from stages.lib.lm.packing import (
+    Packed,
     can_start_from_states,
     forward_layers,
     num_layers_below_adapters,
 )
+from stages.lib.lm.responses import Response, sample_responses
+from stages.lib.lm.saving import load_trainable, saved_weights_hash, weights_hash
+from stages.lib.lm.vllm_engine import VllmEngine
+from stages.lib.lm.world import is_sharded, split_weights
 
 
-class ReferenceView(Protocol):
-    """A trained model, which can also be used as it was before training.
+class ReferenceView:
+    """A model that can also be used as it was before training: a PeftModel, or a model with all
+    weights trained; or one that is not trained at all.
 
-    first_trained_layer: training runs from the states that enter this layer, because the layers
-    below it are frozen; None if it runs from the tokens.
+    Attributes:
+        frozen: the copy from before training; None of a PeftModel; the model itself if it is not
+            trained.
+        first_trained_layer: training runs from the states that enter this layer, since the frozen
+            layers below it give the same ones for both roles and in every epoch; None: it runs from
+            the tokens, because no layer is frozen, or the model cannot start from states.
     """
 
-    first_trained_layer: int | None
+    def __init__(
+        self, model: Any, gradient_checkpointing: bool = False, is_trained: bool = True
+    ) -> None:
+        self.model, self.gradient_checkpointing = model, gradient_checkpointing
+        self.frozen: Any = None
+        self.first_trained_layer: int | None = None
+        if isinstance(model, PeftModel):
+            below = num_layers_below_adapters(model)
+            self.first_trained_layer = below if can_start_from_states(model, below) else None
+        else:
+            self.frozen = (copy.deepcopy(model) if is_trained else model).requires_grad_(False)
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the model is as it was before training."""
-        ...
+        return adapter_disabled(self.model) if self.frozen is None else nullcontext(self.frozen)
 
     def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
         """(M, H) last hidden states of the trained model, from the (M, H) states that enter
         `first_trained_layer`.
         """
-        ...
-
-
-class SharedTrunk:
-    """A PeftModel, with adapters from `first_trained_layer` on.
-
-    The frozen layers below give the same states for both roles and in every epoch, so they are
-    computed once per rollout. A model that cannot start from their states runs as a whole.
-    """
-
-    def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
-        self.model, self.gradient_checkpointing = model, gradient_checkpointing
-        below = num_layers_below_adapters(model)
-        self.first_trained_layer = below if can_start_from_states(model, below) else None
-
-    def reference(self) -> AbstractContextManager[Any]:
-        return adapter_disabled(self.model)
-
-    def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
         first = self.first_trained_layer
         return forward_layers(
             self.model,
@@ -70,38 +79,77 @@ class SharedTrunk:
         )[0]
 
 
-class FrozenModel:
-    """A model that is not trained at all."""
+class SampledPolicy:
+    """The policy in training, with its reference.
 
-    first_trained_layer: int | None = None
+    Args:
+        policy: a model that is as it was before training.
+        tokenizer: its tokenizer.
+        engine: samples in place of stages/lib/lm/generation.py.
+        gradient_checkpointing: compute activations again in the backward pass.
+    """
 
-    def __init__(self, model: Any) -> None:
-        self.frozen = model.requires_grad_(False)
+    def __init__(
+        self,
+        policy: Any,
+        tokenizer: Any,
+        engine: VllmEngine | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.policy, self.tokenizer, self.engine = policy, tokenizer, engine
+        self.policy_view = ReferenceView(policy, gradient_checkpointing)
 
     def reference(self) -> AbstractContextManager[Any]:
-        return nullcontext(self.frozen)
+        """A context in which the policy is as it was before training."""
+        return self.policy_view.reference()
+
+    def sample(
+        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
+    ) -> list[Response]:
+        """One response per prompt by the current policy."""
+        return sample_responses(
+            self.policy,
+            self.tokenizer,
+            prompt_ids,
+            generator,
+            response_length=ppo.response_length,
+            temperature=ppo.temperature,
+            engine=self.engine,
+        )
 
 
-class WholeModel(FrozenModel):
-    """A model with all weights trained, and a frozen copy of it from before training: `frozen`."""
+def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
+    """Give a policy the weights of another one, which may have been trained from another SFT model.
 
-    def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
-        super().__init__(copy.deepcopy(model))
-        self.model, self.gradient_checkpointing = model, gradient_checkpointing
+    Args:
+        policy: a PeftModel, or a model of which all weights are trained.
+        folder: of the other policy.
+        params: section `model` of params.yaml.
 
-    def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
-        return forward_layers(
-            self.model, packed, gradient_checkpointing=self.gradient_checkpointing
-        )[0]
-
-
-def reference_view(model: Any, gradient_checkpointing: bool = False) -> ReferenceView:
-    """The view that fits the model: adapters switched off, or a frozen copy.
-
-    gradient_checkpointing: of the passes of `trained_states`.
+    Raises:
+        BadInput: one of them is an adapter and the other is not, or the adapters differ in shape.
     """
-    kind = SharedTrunk if isinstance(model, PeftModel) else WholeModel
-    return kind(model, gradient_checkpointing)
+    if is_adapter(folder) and hasattr(policy, "peft_config"):
+        weights = load_peft_weights(str(folder), device="cpu")
+        own = get_peft_model_state_dict(policy)
+        scaling = PeftConfig.from_pretrained(str(folder)).lora_alpha
+        if _shapes(weights) == _shapes(own) and scaling == policy.active_peft_config.lora_alpha:
+            set_peft_model_state_dict(policy, weights)
+            return
+    elif not is_adapter(folder) and not hasattr(policy, "peft_config"):
+        # a model that is sharded may not fit on a GPU
+        device = torch.device("cpu") if is_sharded(policy) else None
+        weights = dict(load_causal_lm(folder, params, device).named_parameters())
+        load_trainable(policy, split_weights(policy, weights))
+        return
+    raise BadInput(
+        f"{folder}: the policy cannot start from these weights, since ppo.lora differs from that "
+        "of their training; set ppo.lora as it was, or ppo.init_from to sft"
+    )
+
+
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 def check_reference_files(sft: Path) -> None:

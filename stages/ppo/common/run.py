@@ -82,6 +82,17 @@ class Run:
             folder = self.work / "checkpoints" / f"step_{update:05d}"
             save_trained(policy, self.selector.roles.tokenizer, folder)
 
+    @property
+    def outcome(self) -> Metrics:
+        """The metrics of every run: how it ended, and the kept policy."""
+        return {
+            "stopped": self.monitor.stopped or "completed",
+            **self.selector.metrics,
+            "health": self.monitor.verdict,
+            # up to the kept policy's own rollout
+            "dangers": self.monitor.dangers(self.selector.best.update + 1),
+        }
+
     def resume_log(self, update: int, selector: StateDict) -> None:
         """Continue after an update: the selector has its state, the monitor what was logged."""
         self.selector.load_state(selector)

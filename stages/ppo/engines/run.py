@@ -12,15 +12,20 @@ from stages.lib.core.ray.cluster import RayCluster
 from stages.lib.core.ray.job import RayJob
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import StepMetrics
-from stages.lib.lm.loading import load_tokenizer
-from stages.lib.lm.reward_ensemble import MEMBERS
+from stages.lib.lm.loading import MEMBERS, load_tokenizer
 from stages.lib.lm.saving import save_trained, saved_weights_hash
-from stages.ppo.alternatives.policy import PolicyRun, TrainingContext
-from stages.ppo.alternatives.stage import finish, load_models, load_prompts, prompts_path
+from stages.ppo.alternatives.stage import (
+    PolicyRun,
+    TrainingContext,
+    finish,
+    load_models,
+    load_prompts,
+    prompts_path,
+)
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.health import KL_KEY, Monitor
+from stages.ppo.common.reference import load_weights
 from stages.ppo.common.resume import Resume, run_identity
-from stages.ppo.common.warm_start import load_weights
 from stages.ppo.engines import make_job
 from stages.ppo.engines.job import EngineJob, EngineMetrics, prompt_text
 

@@ -18,6 +18,7 @@ from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
+from stages.ppo.common.rewards import RewardInputs
 from stages.ppo.common.run import Run, open_run
 from stages.ppo.trainer.update import PpoTrainer, Rollout
 
@@ -84,19 +85,15 @@ class TrainingRun(Run):
 
     def episode_rows(self, rollout: Rollout, kl_coef: float) -> list[RolloutRow]:
         """One row per episode; kl_cost: score units that its KL cost it."""
-        prompts = [row["prompt"] for row in rollout.rows]
-        kls = rollout.sequence_kl
+        inputs, kls = RewardInputs(rollout.rows, rollout.responses), rollout.sequence_kl
         rows = rollout_rows(
             self.trainer.updates,
-            rollout.rows,
-            rollout.texts,
+            inputs,
             scores=rollout.calibrated,
             parts=rollout.parts,
             rewards=rollout.scores,
-            judge_scores=self.judge.scores(prompts, rollout.texts),
+            judge_scores=self.judge.scores(inputs.prompts, inputs.texts),
             kls=kls,
-            lengths=[len(response) for response in rollout.responses],
-            ended=rollout.ended,
         )
         if not self.trainer.algorithm.kl_in_loss:
             for row, kl in zip(rows, kls.tolist(), strict=True):

@@ -1,5 +1,5 @@
 """AdamW for the trained weights of one model, with float32 master weights; also of a model whose
-layers are divided among the processes (stages/lib/lm/sharding.py).
+layers are divided among the processes (stages/lib/lm/world.py).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.saving import trainable_named
-from stages.lib.lm.sharding import gather_rows, is_sharded, local, own_rows
+from stages.lib.lm.world import gather_rows, is_sharded, local, own_rows
 
 
 class MasterWeightOptimizer:

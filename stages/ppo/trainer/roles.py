@@ -10,8 +10,7 @@ episode, N response tokens of all episodes, M prompt and response tokens of all,
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,11 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params import Params
-from stages.lib.core.params.policy import Critic, PpoParams
-from stages.lib.core.types import TokenIds
+from stages.lib.core.params.policy import Critic
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
-from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     check_vocabulary,
     default_device,
@@ -34,17 +31,20 @@ from stages.lib.lm.loading import (
     load_reward_model,
     load_tokenizer,
 )
-from stages.lib.lm.logprobs import compare_states, response_entropies, response_logprobs
+from stages.lib.lm.logprobs import compare_states, response_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Packed, hidden_states
-from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
-from stages.lib.lm.scoring import last_scores, score_head
-from stages.lib.lm.sharding import shard
-from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
+from stages.lib.lm.packing import Packed, forward_layers, num_shared_layers
+from stages.lib.lm.scoring import (
+    calibrate_scores,
+    ensemble_members,
+    ensemble_scores,
+    last_scores,
+    score_head,
+)
 from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
-from stages.ppo.common.reference import FrozenModel, ReferenceView, WholeModel, reference_view
+from stages.lib.lm.world import shard
+from stages.ppo.common.reference import ReferenceView, SampledPolicy, load_weights
 from stages.ppo.common.rewards import Rewards, load_rewards
-from stages.ppo.common.warm_start import load_weights
 from stages.ppo.trainer.advantages import ONLINE
 
 # A forward pass with gradients: (M, H) last states of the policy, (B, T) log-probabilities, values
@@ -119,54 +119,55 @@ class ValueHead(torch.nn.Linear):
         return super().forward(states.float()).squeeze(-1)
 
 
-@dataclass
-class Roles:
-    """The models of an online algorithm. Policy and critic are trained."""
+class Roles(SampledPolicy):
+    """The models of an online algorithm. Policy and critic are trained.
 
-    policy: Any
-    critic: Any  # None: the algorithm has none
-    tokenizer: PreTrainedTokenizerBase
-    # None: it is served, or the critic without its training is the reward model
-    reward_model: Any = None
-    rewards: Rewards = field(default_factory=Rewards)  # further rewards, and the served one
-    engine: VllmEngine | None = None  # samples in place of stages/lib/lm/generation.py
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass
-    starts_as_reference: bool = True  # the policy's KL from the reference is 0 at first
-    sharded: bool = False  # all weights are trained, and layers divided among the processes
+    Args:
+        policy: the policy.
+        critic: None: the algorithm has none.
+        tokenizer: of the policy.
+        reward_model: None: it is served, or the critic without its training is the reward model.
+        rewards: further rewards, and the served one.
+        engine: samples in place of stages/lib/lm/generation.py.
+        gradient_checkpointing: compute activations again in the backward pass.
+        starts_as_reference: the policy's KL from the reference is 0 at first.
+        sharded: all weights are trained, and layers divided among the processes.
+    """
 
-    def __post_init__(self) -> None:
-        recompute = self.gradient_checkpointing
-        self.policy_view = reference_view(self.policy, recompute)
-        if self.sharded:  # here, so that not all models are whole at the same time
+    def __init__(
+        self,
+        policy: Any,
+        critic: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        reward_model: Any = None,
+        rewards: Rewards | None = None,
+        engine: VllmEngine | None = None,
+        gradient_checkpointing: bool = False,
+        starts_as_reference: bool = True,
+        sharded: bool = False,
+    ) -> None:
+        super().__init__(policy, tokenizer, engine, gradient_checkpointing)
+        self.critic, self.reward_model, self.rewards = critic, reward_model, rewards or Rewards()
+        self.starts_as_reference, self.sharded = starts_as_reference, sharded
+        if sharded:  # here, so that not all models are whole at the same time
             shard_models(self.policy_view)
-        has_layers = self.critic is not None and not isinstance(self.critic, ValueHead)
-        self.critic_view = reference_view(self.critic, recompute) if has_layers else None
-        frozen = FrozenModel(self.reward_model) if self.reward_model else None
+        has_layers = critic is not None and not isinstance(critic, ValueHead)
+        self.critic_view = ReferenceView(critic, gradient_checkpointing) if has_layers else None
+        frozen = ReferenceView(reward_model, is_trained=False) if reward_model else None
         self.reward_view = self.critic_view or frozen
         self.num_shared_layers = 0
-        if self.sharded:
+        if self.reward_view and sharded:
             shard_models(self.reward_view)
         elif self.reward_view:
-            with (
-                self.policy_view.reference() as reference,
-                self.reward_view.reference() as reward_model,
-            ):
+            with self.reference() as reference, self.reward_view.reference() as reward:
                 # layers that reference and reward model share: these run once for both
-                members = ensemble_members(reward_model)
-                self.num_shared_layers = num_shared_layers(reference, *members)
+                self.num_shared_layers = num_shared_layers(reference, *ensemble_members(reward))
 
     @property
     def ends(self) -> EndTokens:
         """The tokens that end a response."""
         return end_tokens(self.policy, self.tokenizer)
-
-    def sample(
-        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
-    ) -> list[TokenIds]:
-        """One response per prompt by the current policy."""
-        return sample_responses(
-            self.policy, self.tokenizer, prompt_ids, ppo, generator, self.engine
-        )
 
     def sampler_log_ratio(self, logprobs: Tensor, mask: Tensor) -> float | None:
         """Mean |log p_engine - log p| of the tokens sampled last, in nats; None without an engine.
@@ -182,10 +183,6 @@ class Roles:
             return None
         return self.engine.check(self.engine.logprobs, logprobs[mask])
 
-    def reference(self) -> AbstractContextManager[Any]:
-        """A context in which the policy is as it was before training."""
-        return self.policy_view.reference()
-
     def policy_hidden(self, packed: Packed, policy_states: Sequence[Tensor]) -> Tensor:
         """(M, H) last states of the policy, with gradients: run its trained layers.
 
@@ -194,14 +191,6 @@ class Roles:
             policy_states: per row, the states from `run_reference`.
         """
         return self.policy_view.trained_states(packed, torch.cat([*policy_states]))
-
-    def logprobs(self, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
-        """(B, T) log-probabilities in nats, with gradients, from (M, H) states of the policy."""
-        return response_logprobs(self.policy, packed, hidden, temperature)
-
-    def entropies(self, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
-        """(B, T) entropies in nats, with gradients, from (M, H) states of the policy."""
-        return response_entropies(self.policy, packed, hidden, temperature)
 
     def values(
         self, packed: Packed, critic_states: Sequence[Tensor], policy_hidden: Tensor
@@ -238,7 +227,8 @@ class Roles:
             hidden = self.policy_hidden(packed, policy_states)
             values = self.values(packed, critic_states, hidden)
             if keep_gradients:
-                kept = (hidden, self.logprobs(packed, hidden, temperature), values)
+                logprobs = response_logprobs(self.policy, packed, hidden, temperature)
+                kept = (hidden, logprobs, values)
         statistics = compare_states(
             self.policy, self.reference, packed, hidden, ref_hidden, temperature
         )
@@ -264,14 +254,6 @@ class Roles:
         with self.policy_view.reference() as reference:
             hidden, [shared, *entering] = forward_layers(reference, packed, keep=keep)
         return hidden, split_rows(packed, entering), shared
-
-    # not used in training: `check_initial_ratio` compares it with `logprobs`
-    @torch.no_grad()
-    def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """(B, T) log-probabilities under the policy, computed through all of its layers."""
-        return response_logprobs(
-            self.policy, packed, hidden_states(self.policy, packed), temperature
-        )
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -308,18 +290,17 @@ class Roles:
         return calibrate_scores(raw, self.reward_model or self.critic)
 
 
-def shard_models(view: ReferenceView | FrozenModel | None) -> None:
+def shard_models(view: ReferenceView) -> None:
     """Divide a model that is trained as a whole and its frozen copy, or a frozen model, among the
     processes; with the further members of an ensemble.
     """
-    if isinstance(view, FrozenModel):
-        trained = [view.model] if isinstance(view, WholeModel) else []
-        for model in (*trained, view.frozen):
-            for member in ensemble_members(model):
-                shard(member)
+    is_trained = view.model is not view.frozen
+    for model in [view.model, view.frozen] if is_trained else [view.frozen]:
+        for member in ensemble_members(model):
+            shard(member)
 
 
-def layers_to_keep(view: ReferenceView | FrozenModel) -> list[int]:
+def layers_to_keep(view: ReferenceView) -> list[int]:
     """The layer whose entering states are kept for training, if any."""
     return [] if view.first_trained_layer is None else [view.first_trained_layer]
 

@@ -6,6 +6,7 @@ Dimensions: B episodes, T tokens of the longest response.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,16 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TrainingPrompt
-from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.core.types import StateDict
 from stages.lib.lm import world
-from stages.lib.lm.packing import Packed, pack, unwrap_peft
+from stages.lib.lm.logprobs import response_entropies, response_logprobs
+from stages.lib.lm.packing import Packed, hidden_states, pack, unwrap_peft
+from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import sum_of_trainable
-from stages.lib.lm.sharding import in_step
+from stages.lib.lm.world import in_step
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode, planned_updates
-from stages.ppo.common.reward_results import SERVED, RewardInputs
+from stages.ppo.common.rewards import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.advantages import OnlineAlgorithm, ppo
 from stages.ppo.trainer.optimizer import make_optimizer
@@ -45,10 +48,7 @@ class Rollout(RoleOutputs):
     """One rollout of B episodes, without those whose rewards failed."""
 
     rows: list[TrainingPrompt]  # of the prompts
-    prompts: list[TokenIds]
-    responses: list[TokenIds]
-    texts: list[str]  # the responses decoded
-    ended: Tensor  # (B,) bool: an end token was sampled
+    responses: list[Response]
     parts: dict[str, list[float]]  # scores of the further rewards, by name
     failed_share: float | None  # of the sampled episodes, left out; None: no reward can fail
     failures: list[str]  # one line per reward and reason
@@ -134,7 +134,8 @@ class PpoTrainer:
         # 2. generate, 3. score, 4. reference KL, 5. advantages
         rollout = self.rollout(batch)
         self.check_rollout(rollout)
-        self.sft_length = self.sft_length or fmean(map(len, rollout.responses))
+        lengths = [len(response.tokens) for response in rollout.responses]
+        self.sft_length = self.sft_length or fmean(lengths)
         metrics = describe(rollout, self.sft_length, self.algorithm.has_critic)
         metrics["kl_coef"] = self.kl_controller.kl_coef
         # 6. update
@@ -163,12 +164,10 @@ class PpoTrainer:
     def rollout(self, batch: list[Episode]) -> Rollout:
         """Generate responses to a batch of prompts and compute their advantages."""
         p, roles = self.params, self.roles
-        prompts = [tokens for _, tokens in batch]
 
         # 2. generate
-        responses = roles.sample(prompts, p, self.generator)
-        rows = [row for row, _ in batch]
-        inputs = RewardInputs.of(rows, responses, roles.tokenizer, roles.ends)
+        responses = roles.sample([tokens for _, tokens in batch], p, self.generator)
+        inputs = RewardInputs([row for row, _ in batch], responses)
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
         # If one micro-batch is this process's part of a mini-batch that is the whole batch, its
@@ -179,7 +178,7 @@ class PpoTrainer:
         keep_gradients = one_pass and not roles.sharded
         own_outputs = []
         for episodes, is_own in self.micro_batches(own, "scoring"):
-            packed = self.pack_episodes(prompts, responses, episodes)
+            packed = self.pack_episodes(responses, episodes)
             part, self.rollout_pass = roles.forward(packed, p.temperature, keep_gradients)
             own_outputs += [part] if is_own else []
         outputs = concat_outputs(own_outputs)
@@ -193,7 +192,6 @@ class PpoTrainer:
             self.rollout_pass = None  # it is one pass of all episodes
             own = [new for new, old in enumerate(kept) if old in own]
             inputs, outputs = inputs.select(kept), outputs.select(kept)
-            prompts, responses = ([tokens[i] for i in kept] for tokens in (prompts, responses))
         parts = results.parts
         served = parts.pop(SERVED, None)
         calibrated = (
@@ -201,10 +199,8 @@ class PpoTrainer:
             if served is None
             else outputs.raw_scores.new_tensor(served)
         )
-        ended = torch.tensor(inputs.ended)
-        scores = roles.rewards.combine(
-            p, calibrated, parts, ended.to(calibrated.device), outputs.mask.sum(1)
-        )
+        ended = torch.tensor(inputs.ended, device=calibrated.device)
+        scores = roles.rewards.combine(p, calibrated, parts, ended, outputs.mask.sum(1))
 
         # 4. reference KL: a penalty per token, unless it is in the loss
         kl_coef = 0.0 if self.algorithm.kl_in_loss else self.kl_controller.kl_coef
@@ -219,10 +215,7 @@ class PpoTrainer:
         )
         return Rollout(
             rows=list(inputs.rows),
-            prompts=prompts,
-            responses=responses,
-            texts=list(inputs.texts),
-            ended=ended,
+            responses=list(inputs.responses),
             parts=parts,
             failed_share=results.failed_share if results.by_name else None,
             failures=results.failures,
@@ -265,7 +258,7 @@ class PpoTrainer:
             # the micro-batches of the rollout: in bfloat16, others would be rounded differently
             micro_batches, spare = (
                 [
-                    self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+                    self.pack_episodes(rollout.responses, micro_batch)
                     for micro_batch in self.split(episodes)
                 ]
                 for episodes in (rollout.own, [0])
@@ -274,14 +267,12 @@ class PpoTrainer:
                 self.roles, micro_batches, spare[0], rollout, self.params.temperature
             )
 
-    def pack_episodes(
-        self, prompts: list[TokenIds], responses: list[TokenIds], indices: Indices
-    ) -> Packed:
+    def pack_episodes(self, responses: list[Response], indices: Indices) -> Packed:
         """The chosen episodes, which end with EOS, where the reward model reads its score."""
         device = next(self.roles.policy.parameters()).device
         return pack(
-            [prompts[i] for i in indices],
-            [responses[i] for i in indices],
+            [responses[i].prompt_ids for i in indices],
+            [responses[i].tokens for i in indices],
             device,
             self.roles.ends,
         )
@@ -310,7 +301,7 @@ class PpoTrainer:
         names = [n for n in SHARES if self.algorithm.has_critic or not n.startswith("value")]
         sums = {name: rollout.logprobs.new_zeros(()) for name in names}
         for micro_batch, is_own in self.micro_batches(episodes, "gradients"):
-            packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+            packed = self.pack_episodes(rollout.responses, micro_batch)
             shares = self.backward(
                 rollout, packed, micro_batch, mini_batch, rollout_pass, float(is_own)
             )
@@ -365,7 +356,7 @@ class PpoTrainer:
             hidden, logprobs, values = rollout_pass
         else:
             hidden = roles.policy_hidden(packed, [rollout.policy_states[i] for i in micro_batch])
-            logprobs = roles.logprobs(packed, hidden, p.temperature)
+            logprobs = response_logprobs(roles.policy, packed, hidden, p.temperature)
         losses, clipped = self.algorithm.loss(
             logprobs, old_logprobs, advantages, mask, self.algorithm.cliprange
         )
@@ -373,7 +364,7 @@ class PpoTrainer:
         policy_loss, clip_fraction = losses.sum() / count, clipped.sum() / count
         loss = policy_loss
         if p.entropy_coef:
-            entropies = roles.entropies(packed, hidden, p.temperature)
+            entropies = response_entropies(roles.policy, packed, hidden, p.temperature)
             loss = loss - p.entropy_coef * entropies.sum() / tokens
         ratio = (logprobs - old_logprobs).exp() * mask
         if self.algorithm.kl_in_loss:
@@ -464,7 +455,7 @@ def describe(rollout: Rollout, sft_length: float, has_critic: bool = True) -> di
         "kl_per_token_se": kl_error / sft_length,
         "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
         "response_length": fmean(rollout.mask.sum(1).tolist()),
-        "eos_rate": float(rollout.ended.float().mean()),
+        "eos_rate": float(torch.tensor([r.ended for r in rollout.responses]).float().mean()),
     }
     if has_critic:
         metrics |= {
@@ -499,6 +490,12 @@ def check_finite(tensors: dict[str, Tensor], update: int) -> None:
         )
 
 
+@torch.no_grad()
+def whole_logprobs(policy: Any, packed: Packed, temperature: float) -> Tensor:
+    """(B, T) log-probabilities under the policy, computed through all of its layers."""
+    return response_logprobs(policy, packed, hidden_states(policy, packed), temperature)
+
+
 def check_initial_ratio(
     roles: Roles, micro_batches: list[Packed], spare: Packed, rollout: Rollout, temperature: float
 ) -> None:
@@ -522,14 +519,14 @@ def check_initial_ratio(
     error = 0.0  # of a process whose episodes all failed
     batches = tracked("checking", micro_batches, len(micro_batches), "micro-batches")
     parts = [
-        (roles.whole_logprobs(packed, temperature), is_own)
+        (whole_logprobs(roles.policy, packed, temperature), is_own)
         for packed, is_own in in_step(roles.policy, batches, spare)
     ]
     if micro_batches:
-        whole_logprobs = concat_padded([logprobs for logprobs, is_own in parts if is_own])
-        width, own = whole_logprobs.shape[1], list(rollout.own)
+        whole = concat_padded([logprobs for logprobs, is_own in parts if is_own])
+        width, own = whole.shape[1], list(rollout.own)
         logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
-        log_ratio = (whole_logprobs - logprobs)[mask]
+        log_ratio = (whole - logprobs)[mask]
         error = float((log_ratio.exp() - 1).abs().max())
     ratio_error = float(torch.tensor(world.gather([error])).max())  # NaN, if one is
     if not (kl <= tolerance and ratio_error <= tolerance):

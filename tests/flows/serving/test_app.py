@@ -14,8 +14,8 @@ from flows.serving import app as service
 from flows.serving.protocol import MAX_TEXTS
 from stages.lib.core.params import check_params
 from stages.lib.core.params.policy import RewardSource
-from stages.ppo.common.reward_results import RewardInputs
-from stages.ppo.common.rewards import load
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import RewardInputs, load
 from tests.flows.serving.conftest import MODEL
 from tests.servers import until
 
@@ -126,9 +126,7 @@ def test_ppos_client_gets_the_scores(serve, scorer):
     client = load(source, check_params({}, "test"))
     inputs = RewardInputs(
         [{"id": "a", "prompt": PROMPTS[0]}, {"id": "b", "prompt": PROMPTS[1]}],
-        RESPONSES,
-        ended=[True, False],
-        lengths=[3, 5],
+        [Response([1], [2], text, ended=True) for text in RESPONSES],
     )
     assert client(inputs) == pytest.approx(scorer(PROMPTS, RESPONSES), abs=1e-5)
     assert client.models == [IDENTITY]

@@ -15,7 +15,7 @@ from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main as ppo
-from stages.ppo.common import reward_server
+from stages.ppo.common.rewards import check_served_model
 from stages.ppo.trainer import roles
 from tests.flows.serving.conftest import serving
 from tests.servers import NOWHERE
@@ -93,7 +93,7 @@ def test_another_model_after_the_check_is_refused(local, service, url, monkeypat
     """The service is started anew with another model before the first rollout."""
     queue = ScoringQueue(service, 4096, 10**6)
     other = ServedModel("reward@r9", str(FOLDER), "ab12", None, None, "passed", [])
-    health = reward_server.check_served_model(url, FOLDER)
+    health = check_served_model(url, FOLDER)
     with serving(other, queue, service.scorer) as address:
         monkeypatch.setattr("stages.ppo.__main__.check_served_model", lambda *_: health)
         with pytest.raises(RewardsFailed, match=r"ppo\.reward_url: .* now states reward@r9"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.lib.core.progress import reporting
-from stages.lib.lm import generation, packing
+from stages.lib.lm import generation, world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
@@ -38,7 +38,7 @@ def by_hand(model, prompt, response):
 def test_logprobs_do_not_depend_on_batch_padding_or_order(
     tiny_lm, monkeypatch, dtype, tolerance, tokens, order
 ):
-    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", tokens)
+    monkeypatch.setattr(world, "CPU_BATCH_TOKENS", tokens)
     model = tiny_lm().to(dtype)
     prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
     logprobs = token_logprobs(model, prompts, responses)

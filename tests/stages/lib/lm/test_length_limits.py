@@ -16,7 +16,7 @@ from transformers import (
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params
-from stages.lib.lm.length_limits import check_model_lengths
+from stages.lib.lm.loading import check_model_lengths
 from stages.ppo.__main__ import main as ppo
 from stages.sft.__main__ import main as sft
 

@@ -7,8 +7,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.loading import adapter_disabled
-from stages.lib.lm.lora import FusedLinear, add_adapters, cached_adapter_weights, load_adapters
+from stages.lib.lm.lora import (
+    FusedLinear,
+    adapter_disabled,
+    add_adapters,
+    cached_adapter_weights,
+    load_adapters,
+)
 
 IDS = torch.arange(3, 15).view(2, 6)
 

@@ -9,10 +9,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.progress import reporting
-from stages.lib.lm import packing
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.packing import hidden_states, pack, padding_free
-from stages.lib.lm.shared_layers import find_layers
+from stages.lib.lm.packing import find_layers, hidden_states, pack, padding_free
 from tests.stages.lib.lm.shapes import (
     ALL_SHAPES,
     PROMPTS,
@@ -148,11 +147,11 @@ def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
     ],
 )
 def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batches):
-    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", limit)
+    monkeypatch.setattr(world, "CPU_BATCH_TOKENS", limit)
     lengths = [2 if limit != 4 else 3, 1, 9, 1]
-    assert list(packing.batches_by_tokens(lengths, CPU, "scoring")) == batches
+    assert list(world.batches_by_tokens(lengths, CPU, "scoring")) == batches
     with reporting("sft@r0", (lines := list[str]()).append, quiet=0.0):
-        list(packing.batches_by_tokens(lengths, CPU, "scoring"))
+        list(world.batches_by_tokens(lengths, CPU, "scoring"))
     assert len(lines) == len(batches)
     first, total = sum(lengths[row] for row in batches[0]), sum(lengths)
     assert lines[0].startswith(f"[sft@r0] scoring {first}/{total} tokens")
@@ -161,9 +160,9 @@ def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batc
 
 def test_the_heap_is_trimmed_after_a_pass(monkeypatch):
     steps: list[object] = []
-    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", 4)
-    monkeypatch.setattr(packing, "trim_heap", lambda: steps.append("trimmed"))
-    steps.extend(packing.batches_by_tokens([2, 1, 9], CPU, "scoring"))
+    monkeypatch.setattr(world, "CPU_BATCH_TOKENS", 4)
+    monkeypatch.setattr(world, "trim_heap", lambda: steps.append("trimmed"))
+    steps.extend(world.batches_by_tokens([2, 1, 9], CPU, "scoring"))
     assert steps == [[1, 0], [2], "trimmed"]
 
 

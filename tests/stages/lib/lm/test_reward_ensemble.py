@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,20 @@ from transformers import AutoModelForSequenceClassification
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.shared import Reduce
-from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import load_reward_model, load_sequence_classifier, load_tokenizer
-from stages.lib.lm.reward_ensemble import (
+from stages.lib.lm.loading import (
     attach_ensemble,
+    load_reward_model,
+    load_sequence_classifier,
+    load_tokenizer,
+)
+from stages.lib.lm.responses import Response, score_responses
+from stages.lib.lm.scoring import (
+    RewardScorer,
     calibrate_scores,
     ensemble_members,
+    member_scores,
+    reward_scores,
 )
-from stages.lib.lm.scoring import RewardScorer, member_scores, reward_scores, score_responses
 from stages.reward.__main__ import main
 from stages.reward.saving import join_ensemble, save_ensemble, set_calibration
 from tests.paths import ROOT
@@ -65,16 +72,15 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
     assert reward_scores(model, WHOLE).tolist() == wanted
     # evaluation and PPO get the same scores
     lm = tiny_lm()
-    results = score_responses(
+    scored = score_responses(
+        [Response(*ids, "", True) for ids in zip(PROMPTS, RESPONSES, strict=True)],
         None,
         lambda: nullcontext(lm),
-        PROMPTS,
-        RESPONSES,
+        SimpleNamespace(eos_token_id=2),
         reward_model=model,
-        ends=EndTokens(2),
         temperature=1.0,
     )
-    assert results.scores.tolist() == wanted
+    assert [2.0 * response.score + 0.5 for response in scored] == wanted
 
 
 @pytest.mark.parametrize("reduce", list(Reduce))

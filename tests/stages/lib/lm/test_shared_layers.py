@@ -6,8 +6,13 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig
 
-from stages.lib.lm.packing import hidden_states, pack
-from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters, num_shared_layers
+from stages.lib.lm.packing import (
+    forward_layers,
+    hidden_states,
+    num_layers_below_adapters,
+    num_shared_layers,
+    pack,
+)
 from tests.stages.lib.lm.shapes import (
     POSITIONS_ADDED,
     PROMPTS,

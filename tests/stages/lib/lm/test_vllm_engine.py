@@ -13,8 +13,7 @@ from trl.generation import vllm_client
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import adapter_disabled
-from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.lora import adapter_disabled, add_adapters
 from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.vllm_engine import VllmEngine, check_output_layer, sampling_engine, sum_of_head
 from tests.stages.lib.lm import vllm_stand_in

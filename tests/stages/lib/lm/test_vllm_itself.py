@@ -10,9 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import adapter_disabled
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.lora import adapter_disabled, add_adapters
 from stages.lib.lm.vllm_engine import VllmEngine, check_log_ratio
 from tests.stages.lib.lm import vllm_stand_in
 

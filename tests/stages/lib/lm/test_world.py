@@ -39,5 +39,6 @@ def test_two_processes_share_their_work_and_come_to_the_same_results() -> None:
         assert "differ in update 1: kl (0, 1)." in message
     # batches are the same in any number of processes, so the bits are
     assert results["together"] == results["alone"]
-    assert all(map(all, results["together"]["scored"].values()))
+    names = ("score", "kl", "ref_logprob")
+    assert all(row[name] for row in results["together"]["scored"] for name in names)
     assert all(results["together"]["scores"]) and len(results["together"]["responses"]) == 3

@@ -244,7 +244,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, modules[name])
     monkeypatch.setattr("stages.lib.lm.vllm_engine.find_spec", lambda name: name)
     monkeypatch.setattr("trl.generation.vllm_client.VLLMClient", VLLMClient)
-    # vllm_backends.py sets them; monkeypatch removes them again after the test
+    # LocalVllm sets them; monkeypatch removes them again after the test
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)

@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import nullcontext
 from threading import Lock
+from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -14,8 +15,9 @@ from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.packing import CPU_BATCH_TOKENS
-from stages.lib.lm.scoring import member_scores, score_responses
+from stages.lib.lm.responses import Response, score_responses
+from stages.lib.lm.scoring import member_scores
+from stages.lib.lm.world import CPU_BATCH_TOKENS
 from tests.conftest import TINY
 
 # more tokens than one batch has, so that each process gets some
@@ -36,20 +38,20 @@ def scores_and_samples() -> dict[str, object]:
         generator=torch.Generator().manual_seed(0),
         ends=EndTokens(2),
     )
+    reward_model.config.mean, reward_model.config.std = 0.0, 1.0
     scored = score_responses(
+        [Response(text, [7, 8], "", ended=False) for text in TEXTS],
         model,
         lambda: nullcontext(reference),
-        TEXTS,
-        [[7, 8]] * len(TEXTS),
+        SimpleNamespace(eos_token_id=2),
         reward_model=reward_model,
-        ends=EndTokens(2),
         temperature=1.0,
     )
     logprobs = token_logprobs(model, TEXTS, [[7, 8]] * len(TEXTS))
     return {
         "responses": responses,
         "scores": member_scores(reward_model, TEXTS).tolist(),
-        "scored": {name: column.tolist() for name, column in scored._asdict().items()},
+        "scored": [vars(response) for response in scored],
         "logprobs": [row.tolist() for row in logprobs],
     }
 

@@ -15,7 +15,7 @@ from stages.lib.core.params.training import SftParams
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.lora import add_adapters
 from stages.lib.training import trl_setup
-from stages.lib.training.completion_only import ResponseTrainer, train_on_completions
+from stages.lib.training.trl_setup import ResponseTrainer, train_on_completions
 
 ROWS = [
     {"input_ids": [5, 6, 7, 20, 21, 2], "completion_mask": [0, 0, 0, 1, 1, 1]},

@@ -7,8 +7,8 @@ import pytest
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.alternatives.best_of_n import choose
-from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
+from stages.ppo.alternatives.stage import TrainedPolicy
 
 
 @pytest.fixture

@@ -1,19 +1,17 @@
 """RLOO, GRPO and best-of-n leave out responses whose further rewards failed."""
 
 import math
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.responses import Response
 from stages.ppo.alternatives.best_of_n import choose
-from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
-from stages.ppo.common import reward_server
+from stages.ppo.alternatives.stage import TrainedPolicy, TrainingContext
 from stages.ppo.trainer.update import describe
 from tests.stages.ppo.servers import length_server
 from tests.stages.ppo.stage_process import double_prompts
@@ -88,33 +86,27 @@ def test_above_the_share_training_stops(make_params, write_function):
         choose(TrainedPolicy(model, context), context)
 
 
-FAULTS = {
-    "too many 500 error responses": lambda reply: 500,
-    "2 rewards for 3 responses": lambda reply: reply | {"rewards": [1, 2]},
-    "returned nan, not a finite number": lambda reply: reply | {"rewards": [math.nan] * 3},
-    "but the reply has": lambda reply: (
-        reply | {name: reply[name][::-1] for name in ("rewards", "ids")}
-    ),
-    "[Rr]ead timed out": lambda reply: time.sleep(0.6) or reply,
-}
+def given_responses(context: TrainingContext, tokens: list[list[int]]) -> list[Response]:
+    """In place of sampling: responses to the first prompts."""
+    texts = context.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    prompts = [ids for _, ids in context.prompts[: len(tokens)]]
+    return [Response(*row, ended=False) for row in zip(prompts, tokens, texts, strict=True)]
 
 
-def test_faults_of_a_server_end_training(make_params, monkeypatch):
-    """As in PPO (test_reward_faults.py): no number is made up, and the run stops."""
-    monkeypatch.setattr(http_session, "TRIES", 2)
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
+def test_a_fault_of_a_server_ends_training(make_params):
+    """As in PPO (test_reward_faults.py has all faults): no number is made up, and the run stops."""
     with length_server() as server:
         rewards = [{"name": "far", "url": server.url}]
         context = load(make_params("best_of_n", {"n": 2}, rewards=rewards), "r0")
         policy = TrainedPolicy(context.sft, context)
-        episodes, responses = context.prompts[:3], [[5, 6], [5], [5, 6, 7]]
+        episodes = context.prompts[:3]
+        responses = given_responses(context, [[5, 6], [5], [5, 6, 7]])
         scored = policy.score(1, episodes, responses)
         lengths = [len(query) for query in server.requests[0]["query"]]
         assert [row["score_far"] for row in scored.rows] == lengths
-        for reason, server.spoil in FAULTS.items():
-            with pytest.raises(RewardsFailed, match=f"100% .* 3 of 3 rewards failed, .*{reason}"):
-                policy.score(1, episodes, responses)
+        server.spoil = lambda reply: reply | {"rewards": [math.nan] * 3}
+        with pytest.raises(RewardsFailed, match=r"100% .* 3 of 3 rewards failed, .*returned nan"):
+            policy.score(1, episodes, responses)
         server.spoil, server.model = lambda reply: reply, "length-2"
         with pytest.raises(RewardsFailed, match="model length-1, and now states length-2"):
             policy.score(1, episodes, responses)
@@ -140,7 +132,8 @@ def test_requests_overlap_with_the_forward_passes(make_params):
         policy = TrainedPolicy(
             add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM"), context
         )
-        scored = policy.score(1, context.prompts, [[5, 6] for _ in context.prompts])
+        responses = given_responses(context, [[5, 6]] * len(context.prompts))
+        scored = policy.score(1, context.prompts, responses)
         handle.remove()
         assert started[0]
         lengths = [len(query) for query in server.requests[0]["query"]]

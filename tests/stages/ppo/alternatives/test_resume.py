@@ -12,7 +12,7 @@ from stages.lib.core.errors import RewardsFailed, RondoError
 from stages.lib.core.files import file_hash
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.policy import TrainedPolicy
+from stages.ppo.alternatives.stage import TrainedPolicy
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.resume import Resume
 from tests.stages.ppo.alternatives.kill import (

@@ -229,13 +229,13 @@ def test_kl_is_that_of_transformers_logits(selector, shift, monkeypatch, tempera
     for (_, prompt), *responses in zip(selector.prompts, *sampled, strict=True):
         kls.append([])
         for response in responses:
-            ids = torch.tensor([prompt + response])
+            ids = torch.tensor([prompt + response.tokens])
             p = logprobs(ids)
             with policy.disable_adapter():
                 kls[-1].append(float((p.exp() * (p - logprobs(ids))).sum()))
     assert [len(kl) for kl in kls] == [samples] * 24
     assert judged_texts == selector.roles.tokenizer.batch_decode(
-        sampled[0], skip_special_tokens=True
+        [response.tokens for response in sampled[0]], skip_special_tokens=True
     )
     assert validation.kl == pytest.approx(np.mean(kls), rel=1e-3)
     error = np.std(np.mean(kls, axis=1), ddof=1) / 24**0.5 / validation.length
@@ -254,7 +254,7 @@ def test_the_length_of_sft_is_that_of_several_responses_per_prompt(selector, mon
     )
     selector.validate(0)
     assert len(sampled) == SCALING_SAMPLES
-    lengths = [[len(response) for response in responses] for responses in sampled]
+    lengths = [[len(response.tokens) for response in responses] for responses in sampled]
     assert selector.first.length == pytest.approx(np.mean(lengths))
     assert selector.first.length != pytest.approx(np.mean(lengths[0]))
     selector.validate(1)  # a later policy has one

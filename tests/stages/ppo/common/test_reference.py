@@ -15,14 +15,13 @@ from stages.lib.core.params.policy import OnDanger, PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import hidden_states, pack, unwrap_peft
+from stages.lib.lm.packing import forward_layers, hidden_states, pack, unwrap_peft
 from stages.lib.lm.saving import saved_weights_hash, weights_hash
-from stages.lib.lm.shared_layers import forward_layers
 from stages.ppo.__main__ import main as ppo
 from stages.ppo.common.reference import (
+    ReferenceView,
     check_reference_files,
     check_reference_weights,
-    reference_view,
 )
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import Roles, load_roles
@@ -48,7 +47,7 @@ PPO = PpoParams(
 def test_trained_states_are_those_of_the_whole_model(shape: str, top_layers: int | None) -> None:
     model = with_adapters(build(ALL_SHAPES[shape]), top_layers)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    view = reference_view(model)
+    view = ReferenceView(model)
     first = view.first_trained_layer
     assert first == (None if shape in POSITIONS_ADDED else 2 if top_layers else 0)
     with torch.no_grad(), view.reference() as reference:
@@ -87,8 +86,10 @@ def test_updates_of_models_that_add_positions(shape: str, lora: LoraParams) -> N
     trainer = PpoTrainer(roles, prompts, PPO, seed=0)
     first, _ = trainer.step()
     expected = [
-        reward_model(torch.tensor([prompt + EndTokens(2).close(response)])).logits.item()
-        for prompt, response in zip(first.prompts, first.responses, strict=True)
+        reward_model(
+            torch.tensor([response.prompt_ids + EndTokens(2).close(response.tokens)])
+        ).logits.item()
+        for response in first.responses
     ]
     assert first.raw_scores.tolist() == pytest.approx(expected, abs=1e-4)
     _, metrics = trainer.step()

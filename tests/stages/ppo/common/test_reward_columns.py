@@ -4,10 +4,14 @@ import pytest
 
 from examples.exact_answer import exact
 from stages.lib.core.errors import BadInput
-from stages.ppo.common.reward_functions import FunctionReward
-from stages.ppo.common.reward_results import FailedReward, RewardInputs
-from stages.ppo.common.reward_server import RewardServer
-from stages.ppo.common.rewards import Rewards
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import (
+    FailedReward,
+    FunctionReward,
+    RewardInputs,
+    Rewards,
+    RewardServer,
+)
 from tests.stages.ppo.servers import length_server
 
 ROWS = [
@@ -16,7 +20,13 @@ ROWS = [
     {"id": "replayed", "prompt": "1 + 3 ="},
 ]
 TEXTS = [" 2", " 4", " 4"]
-INPUTS = RewardInputs(ROWS, TEXTS, ended=[True, False, True], lengths=[2, 5, 3])
+INPUTS = RewardInputs(
+    ROWS,
+    [
+        Response([1], [5] * length, text, ended)
+        for text, length, ended in zip(TEXTS, [2, 5, 3], [True, False, True], strict=True)
+    ],
+)
 COLUMNS = {"answer": ["2", "3", None], "label": [0, 1, None]}
 OTHERS = {"finish_reasons": ["stop", "length", "stop"], "token_counts": [2, 5, 3]}
 PROMPTS = [row["prompt"] for row in ROWS]
@@ -62,7 +72,7 @@ def test_any_further_parameters_get_all_columns():
 
 def test_a_column_with_the_name_of_the_first_parameter_is_not_given_twice():
     row = {"id": "a", "prompt": "1", "columns": {"responses": "x", "answer": "2"}}
-    inputs = RewardInputs([row], ["2"], [True], [1])
+    inputs = RewardInputs([row], [Response([1], [2], "2", ended=True)])
 
     def reward(prompts, responses, **columns):
         return [float(responses == ["2"] and columns["answer"] == ["2"])]

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common import reward_server
-from stages.ppo.common.reward_results import FailedReward, RewardInputs, RewardResults
-from stages.ppo.common.reward_server import RewardServer
-from stages.ppo.common.rewards import FunctionReward, Rewards
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import (
+    FailedReward,
+    FunctionReward,
+    RewardInputs,
+    RewardResults,
+    Rewards,
+    RewardServer,
+)
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.servers import LengthServer, length_server
@@ -34,7 +40,7 @@ PROMPTS = [({"id": f"p{i}", "prompt": f"{i}:"}, [5 + i, 6]) for i in range(8)]
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(http_session, "TRIES", 2)
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     with length_server() as server:
         yield server
@@ -134,7 +140,13 @@ def test_a_fault_that_passes_is_retried(server, trainer, fault):
         server.spoil = first_fails
     else:
         server.answering.clear()
-        threading.Timer(0.45, server.answering.set).start()  # while the second request waits
+
+        def answer_the_second_request():
+            server.received.wait()
+            time.sleep(0.45)
+            server.answering.set()
+
+        threading.Thread(target=answer_the_second_request, daemon=True).start()
     rollout, metrics = trainer.step()
     assert len(server.requests) == 2
     assert len(rollout.rows) == 8 and metrics["reward_failed_share"] == 0
@@ -154,12 +166,16 @@ def test_failed_episodes_are_left_out_and_counted(server, trainer, value):
     request = server.requests[0]
     kept = [query for i, query in enumerate(request["query"]) if i not in (2, 5)]
     assert [
-        row["prompt"] + text for row, text in zip(rollout.rows, rollout.texts, strict=True)
+        row["prompt"] + response.text
+        for row, response in zip(rollout.rows, rollout.responses, strict=True)
     ] == kept
     assert rollout.parts["far"] == [len(query) for query in kept]
     assert metrics["reward_failed_share"] == 0.25
     assert metrics["score_far"] == pytest.approx(sum(map(len, kept)) / 6)
-    assert metrics["response_length"] == sum(map(len, rollout.responses)) / 6
+    assert (
+        metrics["response_length"]
+        == sum(len(response.tokens) for response in rollout.responses) / 6
+    )
     assert rollout.failures == [
         f"2 of 8 rewards failed, ppo.rewards far: returned {value!r}, not a finite number"
     ]
@@ -176,7 +192,9 @@ class GivenResponses(Roles):
     """In place of sampling: the response of each prompt."""
 
     def sample(self, prompt_ids, *_):
-        return [[prompt[0] + 3, prompt[0] % 5 + 10, 2][prompt[0] % 2 :] for prompt in prompt_ids]
+        tokens = [[ids[0] + 3, ids[0] % 5 + 10, 2][ids[0] % 2 :] for ids in prompt_ids]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [Response(*row, ended=True) for row in zip(prompt_ids, tokens, texts, strict=True)]
 
 
 @pytest.mark.parametrize("value_head", [False, True])
@@ -217,7 +235,7 @@ def test_a_function_that_raises_is_named_with_its_line():
     def reward(prompts, texts):
         raise KeyError("answer")
 
-    inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
+    inputs = RewardInputs([PROMPTS[0][0]], [Response([1], [2], "5", ended=True)])
     [result] = FunctionReward(reward, "ppo.rewards mine")(inputs)
     assert isinstance(result, FailedReward)
     assert result.reason.startswith("KeyError: 'answer' (") and __file__ in result.reason
@@ -258,7 +276,7 @@ class WaitingRoles(Roles):
 
 
 def test_requests_overlap_with_the_forward_passes(server, make_roles, monkeypatch):
-    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr("stages.ppo.common.rewards.TIMEOUT_SECONDS", 60)
     roles = make_roles(WaitingRoles, lora=LoraParams(r=4))
     roles.server = server
     roles.rewards = Rewards({"far": RewardServer("far", server.url, str)}, {"far": 0.1})
@@ -272,5 +290,5 @@ def test_functions_run_in_the_main_thread():
         return [float(threading.current_thread() is threading.main_thread())]
 
     rewards = Rewards({"mine": FunctionReward(in_main_thread, "key")}, {"mine": 1.0})
-    inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
+    inputs = RewardInputs([PROMPTS[0][0]], [Response([1], [2], "5", ended=True)])
     assert rewards(inputs).parts == {"mine": [1.0]}

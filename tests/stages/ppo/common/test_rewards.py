@@ -9,17 +9,18 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common.reward_results import FailedReward, RewardInputs
-from stages.ppo.common.rewards import load_rewards
+from stages.lib.lm.responses import Response
+from stages.ppo.common.rewards import FailedReward, RewardInputs, load_rewards
 from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.servers import length_server
 
 PROMPTS, RESPONSES = ["The day", "The night"], [" was good.", " was long and dark."]
 INPUTS = RewardInputs(
     [{"id": "a:1", "prompt": PROMPTS[0]}, {"id": "a:2", "prompt": PROMPTS[1]}],
-    RESPONSES,
-    ended=[True, False],
-    lengths=[3, 5],
+    [
+        Response([1], [5, 6, 2], RESPONSES[0], ended=True),
+        Response([1], [5, 6, 7, 8, 9], RESPONSES[1], ended=False),
+    ],
 )
 
 
@@ -141,7 +142,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_logged(
     trainer = PpoTrainer(roles, prompts, ppo, seed=0)
     rollout, metrics = trainer.step()
     # one word of a text is one token of the test tokenizer
-    assert rollout.parts["tokens"] == [len(response) for response in rollout.responses]
+    assert rollout.parts["tokens"] == [len(response.tokens) for response in rollout.responses]
     expected = [
         2.0 * float(c) + 0.1 * n
         for c, n in zip(rollout.calibrated, rollout.parts["tokens"], strict=True)

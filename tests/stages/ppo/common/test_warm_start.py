@@ -45,11 +45,21 @@ def write_start() -> None:
     write_json(Path("rounds/r1/champion/start.json"), {"round": "r0", "hashes": hashes})
 
 
+@pytest.fixture(scope="module")
+def made() -> dict[int, tuple[Params, Path]]:
+    """By the rank of the adapters: the two rounds that a test has made for the others."""
+    return {}
+
+
 @pytest.fixture
-def two_rounds(make_round):
+def two_rounds(make_round, made, tmp_path_factory):
     """r1 has another SFT model; the policy of r0 has moved away from its own."""
 
     def make(r: int) -> Params:
+        if r in made:
+            params, folder = made[r]
+            shutil.copytree(folder, "rounds")
+            return params
         params = with_ppo(make_round("r0", 1.0), lora={"r": r, "top_layers": 1})
         shutil.rmtree("rounds/r0/ppo")
         main(with_ppo(params, learning_rate=0.05, policy_selection="target_kl"), "r0")
@@ -62,6 +72,7 @@ def two_rounds(make_round):
         of_sft = {"weights": saved_weights_hash(path.parent)}
         write_json(manifest, read_json(manifest, "") | of_sft)
         write_start()
+        made[r] = params, shutil.copytree("rounds", tmp_path_factory.mktemp("made") / "rounds")
         return params
 
     return make

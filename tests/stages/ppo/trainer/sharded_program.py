@@ -13,9 +13,9 @@ from stages.lib.core.launch import end_with_agent
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
-from stages.lib.lm.reward_ensemble import attach_ensemble
+from stages.lib.lm.loading import attach_ensemble
 from stages.lib.lm.saving import trainable_state_dict, weights_hash
-from stages.lib.lm.sharding import local
+from stages.lib.lm.world import local
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.update import PpoTrainer
@@ -79,7 +79,7 @@ def train(case: str, sharded: bool) -> dict[str, Any]:
     return {
         "hashes": [before, after],
         "metrics": [metrics for _, metrics in steps],
-        "responses": [rollout.responses for rollout, _ in steps],
+        "responses": [[r.tokens for r in rollout.responses] for rollout, _ in steps],
         "state": trainer.state()["optimizers"],
         "rows": world.gather([rows_per_weight(trainer)]),
         **select(trainer),

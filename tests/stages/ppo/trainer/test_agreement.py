@@ -215,7 +215,7 @@ def plain_losses(roles: PlainRoles, episodes: Episodes, old: PlainRollout) -> Pl
 
 def sample_episodes(trainer: PpoTrainer) -> tuple[Rollout, Episodes]:
     rollout = trainer.rollout(trainer.sample_prompts())
-    episodes = list(zip(rollout.prompts, rollout.responses, strict=True))
+    episodes = [(response.prompt_ids, response.tokens) for response in rollout.responses]
     assert {response[-1] == EOS for _, response in episodes} == {True, False}  # both endings count
     return rollout, episodes
 

@@ -45,10 +45,10 @@ def make_trl_trainer(params: Params, model: Any, tokenizer: Any, samples: list[R
 
     class OnGivenSamples(trainer_class):  # type: ignore[misc]
         def _tokenize_prompts(self, _: Any) -> Any:
-            return samples[-1].prompts, None, {}
+            return [response.prompt_ids for response in samples[-1].responses], None, {}
 
         def _generate_single_turn(self, *_: Any, **__: Any) -> Any:
-            responses = samples[-1].responses
+            responses = [response.tokens for response in samples[-1].responses]
             return responses if name == "rloo" else (responses, None)
 
     section = getattr(params, name)

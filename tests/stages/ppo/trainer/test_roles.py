@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from stages.lib.core.params.shared import LoraParams
+from stages.lib.lm.loading import attach_ensemble
 from stages.lib.lm.packing import pack
-from stages.lib.lm.reward_ensemble import attach_ensemble
 from stages.lib.lm.scoring import member_scores, reward_scores
+from stages.ppo.trainer.roles import Roles
 
 PROMPTS, RESPONSES = [[5, 6], [7], [8, 9, 10]], [[11, 2], [12, 13, 14, 2], [2]]
 WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -25,7 +26,9 @@ def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, va
     first_scores = member_scores(reward_model, WHOLE).tolist()
     second = tiny_reward_model(5)
     attach_ensemble(reward_model, [second])
-    roles.__post_init__()  # counts the layers that all models share
+    roles = Roles(  # counts the layers that all models share
+        roles.policy, roles.critic, roles.tokenizer, reward_model=roles.reward_model
+    )
     packed = pack(PROMPTS, RESPONSES, torch.device("cpu"))
     scores, _ = roles.raw_scores(packed, roles.run_reference(packed)[2])
     # both are calibrated by mean 0 and standard deviation 1

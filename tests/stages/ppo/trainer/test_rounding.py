@@ -1,5 +1,7 @@
 """Rounding in bfloat16: what is below it counts as no movement, and is no clip range."""
 
+from statistics import fmean
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from stages.lib.core.params.shared import LoraParams
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.scoring import rounding_differences, score_responses
+from stages.lib.lm.responses import Response, score_responses
+from stages.lib.lm.scoring import rounding_differences
 from stages.ppo.common.health import (
     DANGER,
     WARN,
@@ -96,10 +99,11 @@ def test_rounding_is_what_negligible_adapters_give(in_dtype, shift):
         )
         assert [len(row) for row in rows] == [4] * len(PROMPTS)
         shift(roles.policy, 1e-4)
+        sampled = [Response(*ids, "", True) for ids in zip(PROMPTS, responses, strict=True)]
         scored = score_responses(
-            roles.policy, roles.reference, PROMPTS, responses, ends=ends, temperature=1.0
+            sampled, roles.policy, roles.reference, roles.tokenizer, temperature=1.0
         )
-        return kl, float(scored.kl.mean()) / 4
+        return kl, fmean(response.kl for response in scored) / 4
 
     rounding, adapters = measured(torch.float32)
     assert abs(rounding) < 1e-6 and 0 < adapters < 1e-4

@@ -25,12 +25,9 @@ from tests.stages.ppo.trainer.trl_cases import (
 DISCOUNTS = [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.5, 0.0)]  # gamma, lambda
 
 
-@pytest.fixture(
-    params=[(shape, seed) for shape in SHAPES for seed in range(3)],
-    ids=lambda param: f"{param[0]}-{param[1]}",
-)
+@pytest.fixture(params=SHAPES)
 def cases(request):
-    return Cases(*request.param)
+    return Cases(request.param)
 
 
 def test_response_mask(cases):

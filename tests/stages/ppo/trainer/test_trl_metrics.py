@@ -33,7 +33,7 @@ def step(make_roles, shift):
     trainer = PpoTrainer(make_roles(lora=LoraParams(r=4, top_layers=1)), prompts, PARAMS, seed=0)
     rollout = trainer.rollout(trainer.sample_prompts())
 
-    packed = trainer.pack_episodes(rollout.prompts, rollout.responses, range(8))
+    packed = trainer.pack_episodes(rollout.responses, range(8))
 
     @torch.no_grad()
     def logits():

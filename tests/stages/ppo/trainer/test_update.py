@@ -2,7 +2,7 @@
 back, and it stops on errors.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -14,6 +14,7 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import Packed
+from stages.lib.lm.responses import Response
 from stages.ppo.trainer.advantages import ppo
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer, check_initial_ratio, draw_mini_batches
@@ -32,7 +33,6 @@ SETTINGS = {
 }
 
 
-@dataclass
 class OneTokenReward(Roles):
     """A reward with a known optimum: 4 times the share of one token in the response."""
 
@@ -49,33 +49,27 @@ def roles(make_roles):
     return make_roles(OneTokenReward, lora=LoraParams(r=8))
 
 
-def run(roles: Roles, seed: int = 0, **changes: float) -> list[dict[str, float]]:
+def run(roles: Roles, **changes: float) -> list[dict[str, float]]:
     params = PpoParams(**(SETTINGS | changes))
     prompts = [({"id": str(i), "prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)]
-    trainer = PpoTrainer(roles, prompts, params, seed)
+    trainer = PpoTrainer(roles, prompts, params, seed=0)
     return [trainer.step()[1] for _ in range(trainer.planned_updates)]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_learns_a_known_optimum(roles, seed):
-    """The optimum is 4 (every token is the rewarded one); chance is 0.1. Three quarters of the
-    optimum must be reached in 40 updates.
-    """
-    metrics = run(roles, seed, kl_coef=0.0, total_episodes=32 * 40)
-    assert metrics[0]["score_mean"] < 0.3
-    assert metrics[-1]["score_mean"] > 3.0
 
 
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
+        ({"lora": LoraParams(r=8)}, {}),
         ({"lora": LoraParams(r=0)}, {}),
         ({"lora": LoraParams(r=8), "value_head": True}, {}),
         ({"lora": LoraParams(r=8)}, {"loss_level": "sequence"}),
     ],
-    ids=["all weights", "value head", "sequence-level loss"],
+    ids=["adapters", "all weights", "value head", "sequence-level loss"],
 )
-def test_learns_in_every_configuration(make_roles, options, changes):
+def test_learns_a_known_optimum_in_every_configuration(make_roles, options, changes):
+    """The optimum is 4 (every token is the rewarded one); chance is 0.1. Three quarters of the
+    optimum must be reached in 40 updates.
+    """
     roles = make_roles(OneTokenReward, **options)
     metrics = run(roles, kl_coef=0.0, total_episodes=32 * 40, **changes)
     assert metrics[0]["score_mean"] < 0.3 and metrics[0]["kl"] == 0.0
@@ -85,7 +79,7 @@ def test_learns_in_every_configuration(make_roles, options, changes):
 def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(roles):
     trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, PpoParams(**SETTINGS), 0)
     rollout = replace(trainer.rollout(trainer.sample_prompts()), own=[])
-    spare = trainer.pack_episodes(rollout.prompts, rollout.responses, [0])
+    spare = trainer.pack_episodes(rollout.responses, [0])
     check_initial_ratio(roles, [], spare, rollout, 1.0)
 
 
@@ -140,7 +134,7 @@ def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
     metrics, sft_length = [], None
     for _ in range(3):
         rollout, row = trainer.step()
-        sft_length = sft_length or sum(map(len, rollout.responses)) / 32
+        sft_length = sft_length or sum(len(response.tokens) for response in rollout.responses) / 32
         kls = rollout.sequence_kl.numpy()
         assert row["kl_per_token"] == pytest.approx(kls.mean() / sft_length)
         assert row["kl_per_token_se"] == pytest.approx(stats.sem(kls) / sft_length)
@@ -149,13 +143,6 @@ def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
     assert calls == [(row["kl_per_token"] / 0.5 - 1, 0.5) for row in metrics]
     assert [row["kl_coef"] for row in metrics] == [0.1, 0.2, 0.4]
     assert metrics[-1]["kl_per_token"] > 0 and metrics[-1]["kl"] > metrics[-1]["kl_per_token"]
-
-
-def test_first_update_starts_at_ratio_one_and_kl_zero(roles):
-    first = run(roles, total_episodes=32, num_ppo_epochs=1)[0]
-    assert first["kl"] == 0.0
-    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert first["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_policy_that_is_not_the_reference_at_the_start_is_an_error(roles):
@@ -189,7 +176,7 @@ def test_the_critic_without_its_adapter_is_the_reward_model(roles, tiny_reward_m
     """The value head is a trained copy: the reward model under it must not change."""
     run(roles, total_episodes=64)
     trainer = PpoTrainer(roles, [({"prompt": ""}, [5])] * 32, PpoParams(**SETTINGS), 0)
-    packed = trainer.pack_episodes([[5, 6]], [[7, 8, 2]], range(1))
+    packed = trainer.pack_episodes([Response([5, 6], [7, 8, 2], "", ended=True)], range(1))
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
     with torch.no_grad():
         hidden, _, shared = roles.run_reference(packed)

@@ -67,8 +67,10 @@ def test_tokens_are_sampled_with_the_probabilities_that_are_trained_on(make_trai
     rollout = trainer.rollout(batch)
     for row, ((_, prompt), response) in enumerate(zip(batch, rollout.responses, strict=True)):
         with torch.no_grad():
-            logits = trainer.roles.policy(torch.tensor([prompt + response])).logits[0].double()
-        for step, token in enumerate(response):
+            logits = (
+                trainer.roles.policy(torch.tensor([prompt + response.tokens])).logits[0].double()
+            )
+        for step, token in enumerate(response.tokens):
             probabilities = (logits[len(prompt) - 1 + step] / temperature).softmax(-1)
             below = probabilities[:token].sum()
             assert below - 1e-6 <= uniforms[row, step] <= below + probabilities[token] + 1e-6
@@ -80,7 +82,7 @@ def returns_by_hand(trainer: PpoTrainer, beta: float, whiten: bool) -> list[floa
     """Sums of the rewards that follow each token: -beta * log-ratio, and the score at the end."""
     rollout = trainer.rollout(trainer.sample_prompts())
     ratios = rollout.logprobs - rollout.ref_logprobs
-    lengths = [len(response) for response in rollout.responses]
+    lengths = [len(response.tokens) for response in rollout.responses]
     rewards = [
         [-beta * x for x in row[:n].tolist()] for row, n in zip(ratios, lengths, strict=True)
     ]
@@ -107,27 +109,6 @@ def test_rewards_have_the_controllers_beta(make_trainer):
     trainer = make_trainer(moved=0.3, gamma=1.0, lam=1.0, kl_coef=0.1)
     trainer.kl_controller.kl_coef = 2.0
     returns_by_hand(trainer, 2.0, whiten=False)
-
-
-def test_beta_follows_zieglers_rule(make_trainer):
-    """A batch is half of the horizon. In update 1 the KL is 0, and beta is at its least. If the KL
-    of update 2 is 1.1 times the target, beta rises by 0.1 / 2; far above it by 0.2 / 2.
-    """
-    settings = {"kl_control": "adaptive", "kl_horizon": 2 * BATCH, "kl_coef": 0.1}
-
-    def train(target: float) -> tuple[PpoTrainer, list[dict[str, float]]]:
-        trainer = make_trainer(target_kl_per_token=target, **settings)
-        return trainer, [trainer.step()[1] for _ in range(3)]
-
-    trainer, far = train(1e-6)
-    assert far[0]["kl_per_token"] == 0.0 < far[1]["kl_per_token"]
-    assert [row["kl_coef"] for row in far] == pytest.approx([0.1, 0.1, 0.11])
-    _, near = train(far[1]["kl_per_token"] / 1.1)
-    assert [row["kl_coef"] for row in near] == pytest.approx([0.1, 0.1, 0.105])
-
-    resumed = make_trainer(target_kl_per_token=1e-6, **settings)
-    resumed.load_state(trainer.state())
-    assert resumed.kl_controller.kl_coef == trainer.kl_controller.kl_coef > 0.11
 
 
 def gradient_norm(model: torch.nn.Module) -> float:

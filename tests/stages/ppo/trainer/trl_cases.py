@@ -23,8 +23,8 @@ class Cases:
     TRL's conventions, see `trl_1_12`.
     """
 
-    def __init__(self, shape: str, seed: int = 0) -> None:
-        (lengths, self.width), generator = SHAPES[shape], torch.Generator().manual_seed(seed)
+    def __init__(self, shape: str) -> None:
+        (lengths, self.width), generator = SHAPES[shape], torch.Generator().manual_seed(0)
 
         def normal(*sizes: int) -> torch.Tensor:
             size = (len(lengths), self.width, *sizes)
