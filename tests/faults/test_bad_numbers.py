@@ -19,6 +19,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.responses import Response
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.thresholds import THRESHOLDS
 from stages.ppo.trainer.roles import Roles, load_roles
@@ -55,8 +56,12 @@ class FixedResponses(Roles):
 
     respond: Callable[[int], list[int]]
 
-    def sample(self, prompt_ids: Any, *_: Any) -> list[list[int]]:
-        return [self.respond(index) for index in range(len(prompt_ids))]
+    def sample(self, prompt_ids: Any, *_: Any) -> list[Response]:
+        tokens = map(self.respond, range(len(prompt_ids)))
+        return [
+            Response(prompt, response, "", ended=EOS in response)
+            for prompt, response in zip(prompt_ids, tokens, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("value_head", [False, True])
