@@ -9,6 +9,7 @@ meanwhile loses the records of all stages.
 import io
 import re
 import sys
+from collections import OrderedDict
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -22,12 +23,13 @@ EXIT_CODE = re.compile(r"exited with (-?\d+)$")
 
 
 class Representer(SafeRepresenter):
-    """None as DVC writes it, without a word."""
+    """As DVC's: None without a word, and an ordered mapping as any other."""
 
 
 Representer.add_representer(
     type(None), lambda self, _: self.represent_scalar("tag:yaml.org,2002:null", "")
 )
+Representer.add_representer(OrderedDict, SafeRepresenter.represent_dict)
 
 
 def main() -> None:
@@ -63,7 +65,9 @@ def reproduce(address: str) -> None:
 
 
 def record(stage: Any) -> None:
-    """Write a stage's entry of dvc.lock; the file is replaced at once, and has DVC's form."""
+    """Write a stage's entry of dvc.lock; the file is replaced at once, and has DVC's form (but for
+    where long texts in quotation marks are folded).
+    """
     from dvc.stage.serialize import to_lockfile
 
     yaml = YAML(typ="safe")

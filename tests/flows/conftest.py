@@ -35,6 +35,10 @@ from tests.servers import free_port, until
 STAGE = """
 import json, pathlib, sys, time, yaml
 name, key = sys.argv[1], sys.argv[2]
+if name == "assets":
+    pathlib.Path("assets").mkdir(exist_ok=True)
+    pathlib.Path("assets/start").write_text("EMPTY")
+    sys.exit()
 params = yaml.safe_load(open("params.yaml"))
 folder = pathlib.Path("rounds", key, name)
 folder.mkdir(parents=True, exist_ok=True)
@@ -111,14 +115,10 @@ def dvc_yaml() -> dict[str, object]:
         "params": ["gates.sft"],
         "outs": ["gates/${key}/sft.ok", "reports/${key}/gate_sft.json"],
     }
-    start = (
-        "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); "
-        "pathlib.Path('assets/start').write_text('EMPTY')"
-    )
     return {
         "stages": {
             "assets": {
-                "cmd": f'python -c "{start}"',
+                "cmd": "python stage.py assets start",
                 "deps": ["stage.py"],
                 "outs": ["assets/start"],
             },

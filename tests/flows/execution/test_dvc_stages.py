@@ -89,8 +89,7 @@ def test_dvc_lock_is_written_as_dvc_writes_it(project: Path) -> None:
     set_params("sft.max_steps=null", "sft.learning_rate=1e-5")
     run_to("evaluate@r0")
     text = (project / "dvc.lock").read_text()
-    start = text.index("  prepare@r0:")  # DVC folds the long command of `assets` elsewhere
-    assert text[start:] == dumps_yaml(loads_yaml(text))[-len(text[start:]) :]
+    assert text == dumps_yaml(json.loads(json.dumps(loads_yaml(text))))
     assert "max_steps:\n" in text
     assert all(dvc_stages.up_to_date(address) for address in dvc_stages.stage_order(["r0"]))
 
