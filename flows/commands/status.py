@@ -78,7 +78,7 @@ def state(address: str, current: str | None, todo: set[str], locks: Locks) -> st
 
 def running_stage() -> str | None:
     """The stage that DVC runs in this folder."""
-    pattern = re.compile(r"repro\S* (?:--\S+ )*([^-\s]\S*)")
+    pattern = re.compile(r"(?: repro|/flows/execution/repro\.py) (?:-\S+ )*([^-\s]\S*)")
     matches = (pattern.search(command) for command in dvc_stages.running_commands())
     return next((match[1] for match in matches if match), None)
 

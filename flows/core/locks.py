@@ -35,8 +35,8 @@ class LockFile(BaseModel):
     stages: dict[str, StageLock]
 
 
-def read_locks() -> dict[str, dict[str, Any]]:
-    """The entries by address."""
+def read_lock_file() -> dict[str, Any]:
+    """All that dvc.lock has; empty if there is none."""
     if not LOCK.exists():
         return {}
     fix = (
@@ -45,7 +45,12 @@ def read_locks() -> dict[str, dict[str, Any]]:
     )
     values = read_yaml(LOCK, fix)
     check_type(LockFile, values, str(LOCK), fix)
-    return dict(values["stages"])
+    return dict(values)
+
+
+def read_locks() -> dict[str, dict[str, Any]]:
+    """The entries by address."""
+    return dict(read_lock_file().get("stages", {}))
 
 
 def current_locks(unfinished: Collection[str] = ()) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from flows.core import locks
 from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
+from flows.execution.repro import dvc_message
 from stages.lib.core.errors import (
     STORAGE_ADVICE,
     BadInput,
@@ -33,7 +34,6 @@ from stages.lib.core.errors import (
     RondoError,
     StorageFailed,
     Unreachable,
-    chain_of,
     memory_advice,
     storage_advice,
 )
@@ -82,8 +82,7 @@ def open_repo() -> Iterator[Any]:
     except (DvcException, SCMError) as error:
         # DVC's own message of a damaged dvc.lock has no next step
         locks.read_locks()
-        causes = [str(one) for one in chain_of(error) if isinstance(one, DvcException | SCMError)]
-        raise BadInput(f"dvc: {': '.join(causes)}") from None
+        raise BadInput(f"dvc: {dvc_message(error)}") from None
 
 
 def _index_and_graph(repo: Any) -> tuple[Any, Any]:

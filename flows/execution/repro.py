@@ -15,7 +15,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from flows.core.locks import LOCK, read_locks
+from flows.core.locks import LOCK, read_lock_file
 from stages.lib.core.errors import RondoError, chain_of, print_failure, typed
 from stages.lib.core.files import write_text
 
@@ -36,6 +36,7 @@ def main() -> None:
     [address] = sys.argv[1:]
     from dvc.exceptions import DvcException
     from dvc.logger import setup
+    from dvc.scm import SCMError
     from dvc.stage.exceptions import StageCmdFailedError
 
     setup()  # prints what DVC does
@@ -45,11 +46,20 @@ def main() -> None:
         match = EXIT_CODE.search(str(error))
         code = int(match[1]) if match else 1
         sys.exit(code if code > 0 else 128 - code)  # of a signal, as a shell's
-    except DvcException as error:
-        causes = ": ".join(str(one) for one in chain_of(error) if isinstance(one, DvcException))
-        sys.exit(print_failure(typed(error) or RondoError(causes), address))
+    except (DvcException, SCMError) as error:
+        sys.exit(print_failure(typed(error) or RondoError(dvc_message(error)), address))
     except (OSError, RondoError) as error:
         sys.exit(print_failure(error, address))
+
+
+def dvc_message(error: Exception) -> str:
+    """What DVC and git say of an error of theirs and of those that led to it."""
+    from dvc.exceptions import DvcException
+    from dvc.scm import SCMError
+
+    return ": ".join(
+        str(one) for one in chain_of(error) if isinstance(one, DvcException | SCMError)
+    )
 
 
 def reproduce(address: str) -> None:
@@ -74,8 +84,10 @@ def record(stage: Any) -> None:
     yaml.Representer = Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    content = read_lock_file() or {"schema": "2.0", "stages": {}}
+    content["stages"] |= to_lockfile(stage)
     text = io.StringIO()
-    yaml.dump({"schema": "2.0", "stages": read_locks() | to_lockfile(stage)}, text)
+    yaml.dump(content, text)
     write_text(LOCK, text.getvalue().replace(": \n", ":\n"))
 
 

@@ -1,10 +1,13 @@
 """`rondo status` while a stage runs."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from flows.commands.status import progress, state
+from flows.commands.status import progress, running_stage, state
+from flows.execution.dvc_stages import RWLOCK
 from stages.lib.core.files import stage_dir, write_text
 
 
@@ -30,3 +33,21 @@ def test_a_stage_is_recorded_if_only_its_numbers_are_here(
     write_text(Path("rounds/r0/sft/model"), "")
     assert state("sft@r0", None, {"sft@r0"}, locks) == "to do"
     assert state("sft@r0", None, set(), locks) == "done"
+
+
+@pytest.mark.parametrize(
+    ("command", "stage"),
+    [
+        ("/home/a/flows/execution/repro.py sft@r0", "sft@r0"),
+        ("/home/a/bin/dvc repro -f --single-item sft@r0", "sft@r0"),
+        ("/home/a/bin/dvc repro", None),
+        ("/home/repro-study/bin/dvc push", None),
+    ],
+)
+def test_the_stage_that_runs_is_that_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, stage: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entry = {"pid": os.getpid(), "cmd": command}
+    write_text(RWLOCK, json.dumps({"write": {"rounds/r0/sft": entry}}))
+    assert running_stage() == stage

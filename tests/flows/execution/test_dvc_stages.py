@@ -87,8 +87,12 @@ def test_a_line_of_dvc_that_is_not_shown_is_no_sign_of_life(
 
 def test_dvc_lock_is_written_as_dvc_writes_it(project: Path) -> None:
     set_params("sft.max_steps=null", "sft.learning_rate=1e-5")
+    run_to("prepare@r0")
+    with (project / "dvc.lock").open("a") as stream:
+        stream.write("datasets: []\n")  # another section of DVC's
     run_to("evaluate@r0")
     text = (project / "dvc.lock").read_text()
+    assert "\ndatasets: []\n" in text
     assert text == dumps_yaml(json.loads(json.dumps(loads_yaml(text))))
     assert "max_steps:\n" in text
     assert all(dvc_stages.up_to_date(address) for address in dvc_stages.stage_order(["r0"]))
