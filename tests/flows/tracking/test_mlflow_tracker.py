@@ -130,9 +130,11 @@ def silent_server() -> Iterator[tuple[str, Event]]:
     answer = Event()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_POST(self) -> None:  # the first request: whether this MLflow has LoggedModels
             answer.wait()
             self.send_error(503)
+
+        do_GET = do_POST
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
