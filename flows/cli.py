@@ -38,6 +38,7 @@ app.command(
 )
 
 Settings = Annotated[list[str] | None, Parameter(name="--set")]
+Columns = Annotated[list[str] | None, Parameter(name="--column")]
 Flag = Annotated[bool, Parameter(show_default=False)]
 Reason = Annotated[str, Parameter(show_default=False)]
 
@@ -361,15 +362,20 @@ def best(*, kl: float | None = None) -> None:
 
 
 @app.command
-def check_data(file: str, /) -> int:
-    """Validate a file of preference pairs or demonstrations, and list its invalid rows.
+def check_data(source: str, /, *, split: str = "train", columns: Columns = None) -> int:
+    """Say what becomes of preference pairs or demonstrations, and list the rows that are bad.
 
     Args:
-        file: a .jsonl or .parquet file.
+        source: a file, a folder, or a data set of the hub (name/name@commit).
+        split: of a folder or a data set.
+        columns: NAME=COLUMN, e.g. prompt=question: a column of another name; may be repeated.
     """
-    from stages.prepare.check_file import check_file
+    from stages.prepare import check_file
 
-    return check_file(file)
+    named = [column.partition("=") for column in columns or []]
+    if wrong := [name for name, equals, column in named if not (name and equals and column)]:
+        raise BadInput(f"--column {wrong[0]}: expected NAME=COLUMN, e.g. prompt=question")
+    return check_file.check_data(source, split, {name: column for name, _, column in named})
 
 
 if __name__ == "__main__":

@@ -18,13 +18,11 @@ from stages.lib.core.files import (
     REPORTS,
     is_placeholder,
     maker,
-    read_json,
     stage_dir,
     write_json,
     write_jsonl,
     write_text,
 )
-from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import write_manifest
@@ -56,10 +54,10 @@ from stages.prepare.audit import (
     render_report,
 )
 from stages.prepare.shortcuts import languages, lengths, shortcuts
-from stages.prepare.sources import declared_files, source_sets
+from stages.prepare.sources import declared_files, read_tokenizer, source_sets
 from stages.prepare.tweets import tweet_sets
 
-MODEL, TWEETS = ASSETS / "model", ASSETS / "data/tweets.tsv"
+TWEETS = ASSETS / "data/tweets.tsv"
 EXAMPLES = 3  # rows per set in the report
 
 
@@ -152,27 +150,6 @@ def notes(audit: Audit, tokenizer: Any, prompt_format: PromptFormat) -> Iterator
             f"{audit.conversations} rows are conversations, and the model's chat template is not"
             " used: to use it, set prepare.prompt_format: chat"
         )
-
-
-def read_tokenizer() -> Any:
-    """The base model's tokenizer.
-
-    Raises:
-        BadInput: assets/model has no tokenizer.
-    """
-    if not (MODEL / "tokenizer.json").exists():
-        raise BadInput(f"{MODEL}/tokenizer.json is missing: run `dvc repro assets`")
-    import transformers
-
-    # AutoTokenizer returns the same class, but first reads the model's configuration, which imports
-    # torch: 3 seconds
-    config = read_json(MODEL / "tokenizer_config.json")
-    is_backend = config.get("tokenizer_class") == "TokenizersBackend"
-    cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
-    with damage_named(MODEL):
-        tokenizer = cls.from_pretrained(MODEL, local_files_only=True, trust_remote_code=False)
-        tokenizer("x")  # of a damaged config, some values show only here
-    return tokenizer
 
 
 def clear_leaks(sets: DataSets, declared: frozenset[str], similarity: float, audit: Audit) -> None:

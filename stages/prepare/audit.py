@@ -15,17 +15,18 @@ from stages.lib.data.prompts import PromptRefused, render_prompt, with_bos
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
-from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt, source_texts
+from stages.prepare.normalise import Located, SourceRow, excerpt, row_excerpt, source_texts
 
 SHOWN_COLUMNS = 50
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
 TOKENIZER_BATCH_SIZE = 1000  # prompts per call of the tokenizer
 BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
-ANOTHER_SPEAKER = "another speaker"
+ANOTHER_SPEAKER, ALONE = "another speaker", "no response to compare with"
 EXACT, NEAR = "exact duplicate", "near duplicate"
 LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
 
 
+T = TypeVar("T")
 AnyLocated = TypeVar("AnyLocated", bound=Located)
 
 
@@ -45,6 +46,13 @@ class Audit:
     ignored_columns: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     dropped: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def counted(self, source: str, rows: Iterable[T]) -> Iterator[T]:
+        """The rows of a source, each counted as read."""
+        self.rows_read[source] += 0  # also of a file without rows
+        for row in rows:
+            self.rows_read[source] += 1
+            yield row
 
     def record_drop(self, cause: str, location: str, text: str = "", **details: str) -> None:
         """Record a dropped row. details: `of`, `reason`, `set` or `shared`."""
@@ -159,7 +167,7 @@ def contradictions(rows: Sequence[SourceRow]) -> dict[int, int]:
         {index of the pair: index of the first pair that prefers the other text}.
     """
     first: dict[tuple[str, str, str], int] = {}
-    swapped_keys = []
+    swapped_keys: list[tuple[int, tuple[str, str, str]]] = []
     for index, row in enumerate(rows):
         if "chosen" in row:
             prompt, chosen, rejected = map(
@@ -192,7 +200,9 @@ EXAMPLES_PER_CAUSE = 5
 EXPLANATIONS = {
     "bad row": "cannot be read as a demonstration or a pair; correct the row",
     "tie": "the pair names no better text, so a reward model can learn nothing from it",
-    "another speaker": "a turn has a line that begins with a speaker's marker, e.g. `Human:`: two"
+    "no response to compare with": "its rating or bad label says something only beside another"
+    " response to the same prompt",
+    "another speaker": "a turn contains a speaker's marker, e.g. `Human:`: two"
     " turns in one, or a dialogue as an answer (prepare.speaker_markers)",
     "contradiction": "another pair prefers the other one of the same two texts: one of the pairs"
     " must be wrong, so both are dropped",

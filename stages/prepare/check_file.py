@@ -1,106 +1,151 @@
-"""Check a file of demonstrations or pairs: its form, statistics, and every bad row with its line.
+"""Check data: their form, what becomes of them, statistics, and every bad row with its line.
 
-Run: `rondo check-data FILE`.
+Run: `rondo check-data SOURCE`.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params import load_params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.data.prompts import PromptRefused, render_prompt
 from stages.lib.data.splits import hold_out
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.audit import SHOWN_COLUMNS, contradictions
-from stages.prepare.formats import (
-    Defect,
-    Messages,
-    SourcePair,
-    SourceRow,
-    form,
-    ignored_columns,
-    normalise,
-)
+from stages.prepare.files import read_source
+from stages.prepare.normalise import SourcePair, SourceRow
 from stages.prepare.shortcuts import languages, lengths, shortcuts
-from stages.prepare.sources import SUFFIXES, prompt_groups, prompts_and_responses, read_source
+from stages.prepare.sources import (
+    KINDS,
+    MODEL,
+    Reading,
+    kind_of,
+    prompt_groups,
+    prompts_and_responses,
+    read_tokenizer,
+    readings,
+)
+from stages.prepare.turns import Defect, Messages
 
 SEED, EXIT_BAD_ROWS = 0, 2
-SIMILARITY, EVAL_SHARE = PrepareParams().near_duplicate, PrepareParams().eval_share
+CONFIG = PrepareParams(prompt_format=PromptFormat.chat)
 MIN_PAIRS = 50  # for shortcuts: with fewer, an accuracy is not meaningful
+SHOWN_ROWS, SHOWN_CHARACTERS = 3, 300  # as the model sees them
 
 
-def check_file(file: str) -> int:
-    """Print the report on a file.
+def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
+    """Print the report on a source.
+
+    Args:
+        named: a file, a folder, or a data set of the hub.
+        split: of a folder or a data set.
+        columns: its names of columns (`prepare.sources[].columns`).
 
     Returns:
         The exit code: 0 if every row can be used, else 2.
 
     Raises:
-        BadInput: there is no such file, or it has no rows.
+        BadInput: there is no such source, or it has no rows.
+        Unreachable: it is on the hub, which cannot be reached.
     """
-    if Path(file).suffix not in SUFFIXES or not Path(file).is_file():
-        raise BadInput(f"{file}: expected a file, {' or '.join(SUFFIXES)}")
-    raw_rows = list(read_source(SourceParams(path=file), None))
+    source = SourceParams(path=named, split=split, columns=dict(columns))
+    raw_rows = list(read_source(source, None))
     if not raw_rows:
-        raise BadInput(
-            f"{file}: no rows; expected one JSON object per line (docs/data.schema.json)"
-        )
-    rows, bad = split_bad_rows(raw_rows)
+        raise BadInput(f"{named}: no rows; expected some (docs/data.md, *Formats*)")
+    found = list(readings(raw_rows, columns, CONFIG))
+    rows = [
+        cast(SourceRow, reading.row | {"where": reading.where}) for reading in found if reading.row
+    ]
+    bad = [(reading.where, reading.defect) for reading in found if reading.defect]
     bad += [
-        (rows[index]["where"], f"contradiction: {rows[other]['where']} prefers the other text")
+        (
+            rows[index]["where"],
+            Defect(f"contradiction: {rows[other]['where']} prefers the other text"),
+        )
         for index, other in contradictions(rows).items()
     ]
-    print(f"{file}: {len(raw_rows)} rows, {len(raw_rows) - len(bad)} of them can be used")
-    print(f"  {'form':<11}{count_forms(raw for _, raw in raw_rows)}")
-    ignored = Counter(
-        name for _, raw in raw_rows if isinstance(raw, dict) for name in ignored_columns(raw, ())
-    )
-    if ignored:
-        print(
-            f"  {'ignored':<11}columns "
-            + ", ".join(f"{name} ({count})" for name, count in ignored.most_common(SHOWN_COLUMNS))
-        )
-    for name, text in describe_rows(rows) if rows else ():
+    usable = len(rows) - len(contradictions(rows))
+    print(f"{named}: {len(raw_rows)} rows, {usable} of them can be used")
+    for name, text in describe(found, rows, source, raw_rows):
         print(f"  {name:<11}{text}")
     if not bad:
         return 0
     print(f"{len(bad)} rows are bad:")
-    for reason, count in Counter(reason.split(":")[0] for _, reason in bad).most_common():
+    for reason, count in Counter(str(defect).split(":")[0] for _, defect in bad).most_common():
         print(f"  {count:<11}{reason}")
-    for location, reason in bad:
-        print(f"{location}: {reason}")
+    for location, defect in bad:
+        print(f"{location}: {defect}")
     return EXIT_BAD_ROWS
 
 
-def split_bad_rows(
+def describe(
+    found: list[Reading],
+    rows: list[SourceRow],
+    source: SourceParams,
     raw_rows: list[tuple[str, Any]],
-) -> tuple[list[SourceRow], list[tuple[str, str]]]:
-    """Normalise (location, raw row) pairs: (normalised rows, [(location, reason)] of bad rows)."""
-    rows: list[SourceRow] = []
-    bad: list[tuple[str, str]] = []
-    for location, raw in raw_rows:
+) -> Iterator[tuple[str, str]]:
+    """(name, text) of each line on the source as a whole."""
+    forms = Counter(reading.form for reading in found)
+    for number, (form, count) in enumerate(forms.most_common()):
+        name = f"{form.name} ({count}): becomes {form.becomes}" if form else f"unknown ({count})"
+        note = f"; {form.note}" if form and form.note else ""
+        yield "" if number else "form", name + note
+    if ignored := Counter(name for reading in found for name in reading.ignored):
+        names = (f"{name} ({count})" for name, count in ignored.most_common(SHOWN_COLUMNS))
+        yield "ignored", f"columns {', '.join(names)}"
+    if not rows:
+        return
+    yield from describe_rows(rows)
+    yield "params", f"prepare.sources: [{params_line(source)}]"
+    yield from shown_rows(source, raw_rows)
+
+
+def params_line(source: SourceParams) -> str:
+    """The source as prepare.sources has it.
+
+    Example:
+        >>> params_line(SourceParams(path="a.csv", columns={"prompt": "q"}))
+        '{path: a.csv, columns: {prompt: q}}'
+    """
+    columns = ", ".join(f"{name}: {column}" for name, column in source.columns.items())
+    split = f", split: {source.split}" if source.split != "train" else ""
+    return f"{{path: {source.path}{split}{f', columns: {{{columns}}}' if columns else ''}}}"
+
+
+def shown_rows(source: SourceParams, raw_rows: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The first rows: the prompt as the model sees it, and its responses."""
+    has_project, has_model = Path("params.yaml").exists(), (MODEL / "tokenizer.json").exists()
+    prompt_format = load_params().prepare.prompt_format if has_project else PromptFormat.plain
+    tokenizer = read_tokenizer() if has_model else None
+    note = ""
+    if prompt_format is PromptFormat.chat and not has_model:
+        prompt_format, note = PromptFormat.plain, " (no assets/model yet, so no chat template)"
+    config = PrepareParams(prompt_format=prompt_format)
+    usable = (one for one in readings(raw_rows, source.columns, config) if one.row)
+    yield "rows", f"the first, as with prepare.prompt_format {prompt_format.value}{note}"
+    for reading in itertools.islice(usable, SHOWN_ROWS):
+        row = reading.row
         try:
-            if isinstance(raw, Defect):
-                raise raw
-            row = normalise(raw, PromptFormat.chat) | {"where": location}
-            rows.append(cast(SourceRow, row))
-        except Defect as defect:
-            bad.append((location, str(defect)))
-    return rows, bad
-
-
-def count_forms(raws: Iterable[Any]) -> str:
-    """The forms of raw rows with their counts."""
-    forms = Counter(form(raw) for raw in raws)
-    return "; ".join(f"{name} ({count})" for name, count in forms.most_common())
+            texts = {"prompt": render_prompt(tokenizer, row["prompt"], prompt_format)}
+        except PromptRefused as refused:
+            texts = {"prompt": f"refused by the chat template: {refused.__cause__}"}
+        texts |= {name: row[name] for name in ("chosen", "rejected", "completion") if name in row}
+        yield "", reading.where
+        for name, text in texts.items():
+            shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+            yield "", f"  {name:<11}{shown!r}"
 
 
 def describe_rows(rows: list[SourceRow]) -> Iterator[tuple[str, str]]:
     """(name, text) of each statistic of the normalised rows."""
     pairs = [row for row in rows if "chosen" in row]
-    yield "kind", f"{len(pairs)} pairs, {len(rows) - len(pairs)} demonstrations"
+    counts = Counter(KINDS[kind_of(row)] for row in rows)
+    yield "kind", ", ".join(f"{counts[kind]} {kind}" for kind in KINDS.values() if counts[kind])
     if pairs:
         yield "margin", f"in {sum('margin' in row for row in pairs)} of {len(pairs)} pairs"
     user_turns = [
@@ -116,15 +161,15 @@ def describe_rows(rows: list[SourceRow]) -> Iterator[tuple[str, str]]:
         yield field, ", ".join(texts) + " (5% / median / 95% / longest)"
     shares = languages(rows, SEED)["shares"]
     yield "languages", ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    exact, near = find_duplicates(prompts_and_responses(rows), SIMILARITY)
+    exact, near = find_duplicates(prompts_and_responses(rows), CONFIG.near_duplicate)
     yield "duplicates", f"{len(exact)} exact, {len(near)} near (prepare drops them)"
     yield from describe_shortcuts(pairs)
 
 
 def describe_shortcuts(pairs: list[SourcePair]) -> Iterator[tuple[str, str]]:
     """(name, text) of each shortcut, measured on a split like prepare's."""
-    groups = prompt_groups(pairs, SIMILARITY)
-    held_out_groups = hold_out(groups, EVAL_SHARE, SEED) if pairs else set()
+    groups = prompt_groups(pairs, CONFIG.near_duplicate)
+    held_out_groups = hold_out(groups, CONFIG.eval_share, SEED) if pairs else set()
     train, held_out = (
         [
             row
@@ -133,7 +178,7 @@ def describe_shortcuts(pairs: list[SourcePair]) -> Iterator[tuple[str, str]]:
         ]
         for is_held_out in (False, True)
     )
-    if min(len(train), len(held_out)) < MIN_PAIRS * EVAL_SHARE:
+    if min(len(train), len(held_out)) < MIN_PAIRS * CONFIG.eval_share:
         yield "shortcuts", f"not measured: too few pairs ({len(pairs)})"
         return
     report = shortcuts(train, held_out, SEED)

@@ -22,7 +22,7 @@ from stages.lib.metrics.preference_baselines import (
 )
 from stages.lib.metrics.stats import wilson_interval
 from stages.lib.metrics.text import EMOJI, words
-from stages.prepare.formats import source_texts
+from stages.prepare.normalise import source_texts
 
 PERCENTILES = (5, 50, 95)
 LANGUAGE_ROWS = 1000

@@ -3,21 +3,17 @@
 import itertools
 import json
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from stages.lib.core import hub
-from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.files import ASSETS
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import ASSETS, read_json
+from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.progress import tracked
-from stages.lib.core.ram import ram_bytes
-from stages.lib.core.reading import parse_json, read_lines
 from stages.lib.core.rows import Columns, HasPrompt, PromptRow
-from stages.lib.core.types import Prompt
+from stages.lib.core.types import Prompt, Row
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.splits import (
     DataSets,
@@ -27,111 +23,19 @@ from stages.lib.data.splits import (
     prompt_key,
 )
 from stages.lib.dedup.duplicates import near_groups
-from stages.prepare.audit import ANOTHER_SPEAKER, BAD, SHARED_PROMPT, TIE, Audit
-from stages.prepare.formats import (
+from stages.prepare.audit import ALONE, ANOTHER_SPEAKER, BAD, SHARED_PROMPT, TIE, Audit
+from stages.prepare.files import check_memory, local_files, read_source
+from stages.prepare.formats import Format, find_form, ignored_columns, trl_rows
+from stages.prepare.normalise import (
+    SAME,
     AnotherSpeaker,
-    Defect,
     SourceDemonstration,
     SourcePair,
     SourceRow,
-    Tie,
-    ignored_columns,
-    is_conversation,
     normalise,
     source_texts,
 )
-
-
-@contextmanager
-def parquet_errors(path: Path) -> Iterator[None]:
-    """Within this context, an error of pyarrow about the file is a BadInput."""
-    try:
-        yield
-    except RondoError:
-        raise
-    # pyarrow raises its own errors, OSError, MemoryError and, of texts, UnicodeDecodeError
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(
-            f"{path}: no Parquet file that can be read ({type(error).__name__}: {reason}); "
-            "write it again, or convert it to JSON Lines"
-        ) from None
-
-
-def open_parquet(path: Path) -> Any:
-    """pyarrow's ParquetFile.
-
-    Raises:
-        BadInput: it is damaged, or two of its columns have one name.
-    """
-    import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
-
-    with parquet_errors(path):
-        file = pyarrow.parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise BadInput(f"{path}: two columns have the name {twice[0]!r:.60}; rename one of them")
-    return file
-
-
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows, by the names of the columns.
-
-    Raises:
-        BadInput: the file is damaged.
-    """
-    file = open_parquet(path)
-    with parquet_errors(path):
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
-
-
-# docs/performance.md: memory at the peak per byte of text in JSON Lines, and what imports, tables
-# of hashes and the TF-IDF baseline take for any large number of rows
-PEAK_PER_BYTE, FIXED_BYTES = 5.5, 1.2 * 2**30
-SAMPLE_BYTES = 1 << 20  # of a file, to estimate the length of its lines
-
-
-class Size(NamedTuple):
-    """bytes: of the text that is read. rows: their number, an estimate for JSON Lines."""
-
-    bytes: float
-    rows: float
-
-
-def check_memory(sources: Sequence[SourceParams], config: PrepareParams) -> None:
-    """Check that the machine has the memory for the rows of local files, if all of it were free."""
-    sizes = [
-        size_to_read(Path(source.path), config.max_rows)
-        for source in sources
-        if Path(source.path).is_file()
-    ]
-    text, rows = (sum(column) for column in zip(Size(0, 0), *sizes, strict=True))
-    available = ram_bytes()
-    needed = FIXED_BYTES + PEAK_PER_BYTE * text
-    if needed > available:
-        fitting = int(rows * max(available - FIXED_BYTES, 0) / (needed - FIXED_BYTES) / len(sizes))
-        raise BadInput(
-            f"prepare.sources: about {rows:,.0f} rows with {text / 2**30:.1f} GiB of text need "
-            f"about {needed / 2**30:.1f} GiB of memory, and this machine has "
-            f"{available / 2**30:.1f} GiB: set prepare.max_rows to at most {fitting:,} rows per "
-            "source, or run prepare on a machine with more memory"
-        )
-
-
-def size_to_read(path: Path, max_rows: int | None) -> Size:
-    """The size of the rows of a file that prepare reads: at most `max_rows`."""
-    if path.suffix == ".parquet":
-        metadata = open_parquet(path).metadata
-        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-        size = Size(sum(group.total_byte_size for group in groups), metadata.num_rows)
-    else:
-        with path.open("rb") as stream:
-            sample = stream.read(SAMPLE_BYTES)
-        lines = max(sample.count(b"\n"), 1)
-        size = Size(path.stat().st_size, path.stat().st_size * lines / max(len(sample), 1))
-    share = 1.0 if max_rows is None else min(max_rows / max(size.rows, 1), 1.0)
-    return Size(size.bytes * share, size.rows * share)
+from stages.prepare.turns import TRANSCRIPT, Alone, Defect, Tie
 
 
 def read_columns(raw: Mapping[str, Any], names: Sequence[str]) -> dict[str, Columns]:
@@ -214,7 +118,25 @@ def check_no_prompt_overlap(
         )
 
 
-SUFFIXES = (".jsonl", ".parquet")
+def read_tokenizer() -> Any:
+    """The base model's tokenizer.
+
+    Raises:
+        BadInput: assets/model has no tokenizer.
+    """
+    if not (MODEL / "tokenizer.json").exists():
+        raise BadInput(f"{MODEL}/tokenizer.json is missing: run `dvc repro assets`")
+    import transformers
+
+    # AutoTokenizer returns the same class, but first reads the model's configuration, which imports
+    # torch: 3 seconds
+    config = read_json(MODEL / "tokenizer_config.json")
+    is_backend = config.get("tokenizer_class") == "TokenizersBackend"
+    cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
+    with damage_named(MODEL):
+        tokenizer = cls.from_pretrained(MODEL, local_files_only=True, trust_remote_code=False)
+        tokenizer("x")  # of a damaged config, some values show only here
+    return tokenizer
 
 
 def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
@@ -256,7 +178,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
         demonstrations = (
             [row for row in part_rows if "completion" in row]
             if has_demonstrations
-            else chosen_as_demonstrations(pairs)
+            else chosen_as_demonstrations(cast(list[SourcePair], pairs))
         )
         sets[f"pairs_{part}"] = [
             with_id(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs
@@ -271,42 +193,127 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
     return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
 
+MODEL = ASSETS / "model"
+
+
+class Reading(NamedTuple):
+    """What becomes of a row of a source, or of one of the pairs in it."""
+
+    where: str  # file:line
+    raw: Any
+    row: Row  # normalised; empty if it cannot be used
+    defect: Defect | None = None  # why it cannot be used
+    form: Format | None = None
+    ignored: tuple[str, ...] = ()  # columns that nothing reads
+    is_conversation: bool = False  # it has messages or a transcript
+
+
+def readings(
+    rows: Iterable[tuple[str, Any]],
+    columns: Mapping[str, str],
+    config: PrepareParams,
+    special_tokens: frozenset[str] = frozenset(),
+) -> Iterator[Reading]:
+    """What becomes of the (file:line, row) of a source, whose names of columns are `columns`."""
+    rated: dict[str, list[Reading]] = {}
+    for where, raw in rows:
+        for reading in _of_row(where, raw, columns, config, special_tokens):
+            if "rating" in reading.row:
+                rated.setdefault(prompt_key(reading.row["prompt"]), []).append(reading)
+            else:
+                yield reading
+    for responses in rated.values():
+        yield from compared(responses)
+
+
+def _of_row(
+    where: str,
+    raw: Any,
+    columns: Mapping[str, str],
+    config: PrepareParams,
+    special_tokens: frozenset[str],
+) -> Iterator[Reading]:
+    reading = Reading(where, raw, {})
+    try:
+        if isinstance(raw, Defect):
+            raise raw
+        form, named = find_form(raw, columns, config.columns)
+        ignored = ignored_columns(named, form, config.columns)
+        reading = reading._replace(form=form, ignored=tuple(ignored))
+        rows, further = trl_rows(form, named), read_columns(raw, config.columns)
+    except Defect as defect:
+        yield reading._replace(defect=defect)
+        return
+    for number, row in enumerate(rows, 1):
+        place = where if len(rows) == 1 else f"{where}.{number}"
+        try:
+            if isinstance(row, Defect):
+                raise row
+            texts = normalise(
+                row, config.prompt_format, special_tokens, config.speaker_markers, ignored
+            )
+            flag = is_conversation(row)
+            yield reading._replace(where=place, row=texts | further, is_conversation=flag)
+        except Defect as defect:
+            yield reading._replace(where=place, defect=defect)
+
+
+def is_conversation(row: Row) -> bool:
+    """Whether a row has messages or a transcript."""
+    return any(
+        isinstance(value, list) or (isinstance(value, str) and bool(TRANSCRIPT.match(value)))
+        for value in (row.get("prompt"), row.get("chosen"), row.get("completion"))
+    )
+
+
+def compared(responses: Sequence[Reading]) -> Iterator[Reading]:
+    """Pairs of the rated responses to one prompt, and those with a good label as demonstrations."""
+    for reading in responses:
+        if reading.row["rating"] is True:
+            good = {name: value for name, value in reading.row.items() if name != "rating"}
+            yield reading._replace(row=good)
+        elif len(responses) == 1:
+            defect = Alone("there is no other response to its prompt")
+            yield reading._replace(row={}, defect=defect)
+    for one, other in itertools.combinations(responses, 2):
+        better, worse = sorted((one, other), key=lambda reading: -reading.row["rating"])
+        place = f"{better.where}-{worse.where.rpartition(':')[2]}"
+        texts = {"chosen": better.row["completion"], "rejected": worse.row["completion"]}
+        rest = {key: better.row[key] for key in better.row if key not in ("completion", "rating")}
+        if one.row["rating"] == other.row["rating"]:
+            tie = Tie("two responses have the same rating")
+            yield better._replace(where=place, row={}, defect=tie)
+        elif prompt_key(texts["chosen"]) == prompt_key(texts["rejected"]):
+            yield better._replace(where=place, row={}, defect=Tie(SAME))
+        else:
+            yield better._replace(where=place, row=rest | texts)
+
+
 def read_rows(
     sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit
 ) -> list[SourceRow]:
     """Read and normalise the rows of all sources; those with a Defect are recorded in the audit."""
     rows: list[SourceRow] = []
     for source in sources:
-        source_rows = read_source(source, config.max_rows)
-        audit.rows_read[source.path] += 0  # also of a file without rows
-        for location, raw in tracked(f"reading {source.path}", source_rows, 0):
-            audit.rows_read[source.path] += 1
-            try:
-                if isinstance(raw, Defect):
-                    raise raw
-                texts = normalise(
-                    raw,
-                    config.prompt_format,
-                    special_tokens,
-                    config.speaker_markers,
-                    config.columns,
-                )
-                origin = {"where": location, "source": source.path, "use": source.use}
-                columns = read_columns(raw, config.columns)
-                rows.append(cast(SourceRow, texts | origin | columns))
-                audit.ignored_columns.update(ignored_columns(raw, config.columns).keys())
-                audit.conversations += is_conversation(raw)
-            except Defect as defect:
-                audit.record_drop(cause_of(defect), location, raw_text(raw), reason=str(defect))
+        raw_rows = audit.counted(source.path, read_source(source, config.max_rows))
+        found = readings(raw_rows, source.columns, config, special_tokens)
+        for reading in tracked(f"reading {source.path}", found, 0):
+            if defect := reading.defect:
+                text = raw_text(reading.raw)
+                audit.record_drop(cause_of(defect), reading.where, text, reason=str(defect))
+                continue
+            origin = {"where": reading.where, "source": source.path, "use": source.use}
+            rows.append(cast(SourceRow, reading.row | origin))
+            audit.ignored_columns.update(reading.ignored)
+            audit.conversations += reading.is_conversation
     share_columns(rows, config.columns)
     return rows
 
 
 def cause_of(defect: Defect) -> str:
     """The cause under which the audit counts a defect; only bad rows can end the stage."""
-    if isinstance(defect, AnotherSpeaker):
-        return ANOTHER_SPEAKER
-    return TIE if isinstance(defect, Tie) else BAD
+    causes = {AnotherSpeaker: ANOTHER_SPEAKER, Tie: TIE, Alone: ALONE}
+    return next((causes[kind] for kind in causes if isinstance(defect, kind)), BAD)
 
 
 def freeze_eval_prompts(sets: DataSets, max_prompts: int, seed: int) -> DataSets:
@@ -339,41 +346,9 @@ def declared_files(params: Params) -> frozenset[str]:
     them.
     """
     sources = params.prepare.sources if params.assets.data == "files" else []
-    return frozenset(source.path for source in sources if source.use == "eval")
-
-
-def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[str, Any]]:
-    """Read a source: (file:line, raw row); the raw row of a line that is not JSON is a Defect."""
-    path = Path(source.path)
-    if path.suffix == ".jsonl" and path.is_file():
-        rows = read_json_lines(path)
-    elif path.suffix == ".parquet" and path.is_file():
-        rows = enumerate(parquet_rows(path), 1)
-    elif path.suffix in SUFFIXES or path.exists() or source.path.count("/") != 1:
-        raise BadInput(
-            f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or the hub id of a"
-            " data set (name/name@commit)"
-        )
-    else:
-        refused = f"no such file, and the hub does not give split {source.split}"
-        splits = hub.load_data_set(source.path, "prepare.sources", refused, split=source.split)
-        rows = enumerate(splits, 1)
-    return ((f"{source.path}:{line}", row) for line, row in itertools.islice(rows, max_rows))
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of a .jsonl file; blank lines are skipped."""
-    for number, line in read_lines(path, "correct or remove the line"):
-        if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
-            raise BadInput(
-                f"{path}:{number}: a JSON array; expected one JSON object per line: `jq -c '.[]'"
-                f" {path} > new.jsonl` writes it so"
-            )
-        try:
-            # halves of surrogate pairs are a Defect of the text that has them
-            yield number, parse_json(line, surrogates=True)
-        except ValueError as error:
-            yield number, Defect(f"not JSON: {error}")
+    held_out = [source for source in sources if source.use == "eval"]
+    files = (str(file) for source in held_out for file in local_files(source))
+    return frozenset([*files, *(source.path for source in held_out)])
 
 
 def separate(rows: list[SourceRow], own_files: bool, audit: Audit) -> list[SourceRow]:
@@ -417,15 +392,25 @@ def prompt_groups(rows: Sequence[HasPrompt], similarity: float) -> list[str]:
 
 
 def held_out_groups(rows: list[SourceRow], groups: list[str], share: float, seed: int) -> set[str]:
-    """The groups to hold out: a share for each kind of row (pairs, demonstrations) that no source
-    holds out.
+    """The groups to hold out: a share for each kind of row (pairs, demonstrations, prompts) that no
+    source holds out.
     """
     held_out: set[str] = set()
-    for key in ("chosen", "completion"):
-        of_kind = [(row, group) for row, group in zip(rows, groups, strict=True) if key in row]
+    for kind in KINDS:
+        of_kind = [
+            (row, group) for row, group in zip(rows, groups, strict=True) if kind_of(row) == kind
+        ]
         if of_kind and all(row["use"] == "train" for row, _ in of_kind):
             held_out |= hold_out((group for _, group in of_kind), share, seed)
     return held_out
+
+
+KINDS = {"chosen": "pairs", "completion": "demonstrations", "prompt": "prompts alone"}  # by key
+
+
+def kind_of(row: HasPrompt) -> str:
+    """The key that only rows of its kind have: `chosen`, `completion`, or `prompt`."""
+    return next(key for key in KINDS if key in row)
 
 
 def prompts_and_responses(rows: Sequence[HasPrompt]) -> list[tuple[str, str]]:

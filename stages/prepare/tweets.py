@@ -17,7 +17,7 @@ from stages.lib.core.reading import read_text
 from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt
 from stages.lib.data.splits import DataSets, hold_out
 from stages.prepare.audit import BAD, Audit
-from stages.prepare.formats import shape
+from stages.prepare.normalise import shape
 
 LINK_OR_HANDLE = r"(?:https?://\S+|www\.\S+|[@.]*@\w+:?)"
 AT_THE_ENDS = re.compile(

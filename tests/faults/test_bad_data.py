@@ -21,7 +21,7 @@ from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.data.slices import read_slices
 from stages.prepare import sources
 from stages.prepare.audit import Audit
-from stages.prepare.check_file import check_file
+from stages.prepare.check_file import check_data
 from stages.replay.badcases import parse_user_row, read_ledger, read_user_rows
 from tests.faults.bad import bad_bytes, bad_jsonl, try_bad, writing
 from tests.paths import ROOT
@@ -156,7 +156,7 @@ def test_files_given_to_check_data() -> None:
 
     try_bad(
         bad_jsonl(ROWS),
-        writing("mine.jsonl", lambda: check_file("mine.jsonl")),
+        writing("mine.jsonl", lambda: check_data("mine.jsonl", "train", {})),
         check,
         r"mine\.jsonl",
         fast=20,

@@ -81,10 +81,14 @@ def load_data_set(named: str, key: str, refused: str, **options: Any) -> Any:
         options: of datasets.load_dataset.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
 
-    repository, revision = named, None
-    if not Path(named).exists():
-        repository, revision = name_and_revision(named, key)
+    if Path(named).exists():
+        try:
+            return datasets.load_dataset(named, **options)
+        except (OSError, ValueError, DatasetsError) as error:
+            raise BadInput(f"{key} {named}: {refused} ({error})") from error
+    repository, revision = name_and_revision(named, key)
     with progress(f"downloading {named}"), hub_errors(f"{key} {named}", refused):
         return datasets.load_dataset(repository, revision=revision, **options)
 

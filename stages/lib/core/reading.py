@@ -6,12 +6,13 @@ line.
 """
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
@@ -236,16 +237,43 @@ def opened(path: Path, fix: str) -> IO[bytes]:
         raise BadInput(f"{str(path)!r:.200} cannot be read ({reason}); {fix}") from None
 
 
-def read_lines(path: Path, fix: str) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of each line of a file, or of a .gz file, that is not blank.
+def decompressed(stream: IO[bytes], suffix: str) -> IO[bytes]:
+    """The content of a .gz or .zst file; any other stream as it is."""
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=stream))
+    if suffix == ".zst":
+        import pyarrow  # type: ignore[import-untyped]  # comes with datasets
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
+    return stream
+
+
+DAMAGED = (EOFError, OSError, zlib.error)  # of a compressed file
+
+
+def read_content(path: Path, fix: str, size: int = -1) -> bytes:
+    """The content of a file, or of a compressed one (.gz, .zst); at most `size` bytes, if given.
 
     Raises:
-        BadInput: as `opened`; a line is too long, or a .gz file is damaged.
+        BadInput: as `opened`; or a compressed file is damaged.
     """
     with opened(path, fix) as stream:
-        lines = gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
+        try:
+            return decompressed(stream, path.suffix).read(size)
+        except DAMAGED as error:
+            raise BadInput(f"{path}: damaged ({error}); {fix}") from None
+
+
+def read_lines(path: Path, fix: str) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content) of each line of a file that is not blank; .gz and .zst as above.
+
+    Raises:
+        BadInput: as `opened`; a line is too long, or a compressed file is damaged.
+    """
+    with opened(path, fix) as stream:
         number = 0
         try:
+            lines = decompressed(stream, path.suffix)
             for line in iter(partial(lines.readline, MAX_LINE_BYTES), b""):
                 number += 1
                 if len(line) == MAX_LINE_BYTES:
@@ -253,5 +281,5 @@ def read_lines(path: Path, fix: str) -> Iterator[tuple[int, bytes]]:
                     raise BadInput(f"{path}:{number}: the line has more than {limit}; {fix}")
                 if line.strip():
                     yield number, line
-        except (EOFError, OSError, zlib.error) as error:
+        except DAMAGED as error:
             raise BadInput(f"{path}:{number + 1}: damaged ({error}); {fix}") from None

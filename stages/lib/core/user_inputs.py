@@ -44,7 +44,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         data = []
     elif not data:
         raise BadInput(
-            "assets.data is `files` but prepare.sources is empty: list your JSONL or Parquet files "
+            "assets.data is `files` but prepare.sources is empty: list your files "
             "there, e.g. --set 'prepare.sources=[{path: pairs.jsonl}]'"
         )
     model, rewards = Path(params.assets.model).expanduser(), list[Path]()

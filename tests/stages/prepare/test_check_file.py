@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.shared import PromptFormat
-from stages.prepare.check_file import check_file
-from stages.prepare.formats import Defect, Tie, normalise
+from stages.prepare.check_file import check_data
+from stages.prepare.turns import Defect, Tie
 from tests.paths import ROOT
+from tests.stages.prepare.rows import becomes
 
 SCHEMA = ROOT / "docs/data.schema.json"
 
@@ -51,12 +51,12 @@ def test_a_clean_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         TALK,
         *({"prompt": f"Say {i}", "completion": f"{i}!"} for i in range(4)),
     ]
-    assert check_file(write(tmp_path / "mine.jsonl", rows)) == 0
+    assert check_data(write(tmp_path / "mine.jsonl", rows), "train", {}) == 0
     output = capsys.readouterr().out
     for text in (
         "mine.jsonl: 65 rows, 65 of them can be used",
-        "standard preference, explicit prompt (60); standard prompt-completion (4);"
-        " conversational preference, explicit prompt (1)",
+        "  form       TRL preference, explicit prompt (61): becomes a pair; ",
+        "             TRL prompt-completion (4): becomes a demonstration",
         "61 pairs, 4 demonstrations",
         "in 1 of 61 pairs",
         "1.5% of the prompts have more",
@@ -80,7 +80,7 @@ def test_every_bad_row_is_listed_with_its_line(
         {**PAIRS[5], "chosen": ""},
     ]
     file = write(tmp_path / "mine.jsonl", [PAIRS[0], *bad, swapped, PAIRS[1]])
-    assert check_file(file) == 2
+    assert check_data(file, "train", {}) == 2
     output = capsys.readouterr().out.splitlines()
     assert f"{file}: 8 rows, 1 of them can be used" in output
     assert "7 rows are bad:" in output
@@ -94,28 +94,61 @@ def test_every_bad_row_is_listed_with_its_line(
 
 def test_parquet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), tmp_path / "mine.parquet")
-    assert check_file(str(tmp_path / "mine.parquet")) == 0
+    assert check_data(str(tmp_path / "mine.parquet"), "train", {}) == 0
     assert "60 rows, 60 of them can be used" in capsys.readouterr().out
 
 
 def test_ignored_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{**PAIRS[0], "answer": "42", "note": None}, {**PAIRS[1], "answer": "41", "\ud83d": 3}]
-    assert check_file(write(tmp_path / "mine.jsonl", rows)) == 0
+    assert check_data(write(tmp_path / "mine.jsonl", rows), "train", {}) == 0
     assert "ignored    columns answer (2), ? (1)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", [json.dumps(PAIRS), json.dumps(PAIRS, indent=1)])
-def test_a_json_array_is_named_once(tmp_path: Path, text: str) -> None:
-    (tmp_path / "mine.jsonl").write_text(text)
-    with pytest.raises(BadInput, match=r"mine\.jsonl:1: a JSON array; .*jq -c"):
-        check_file(str(tmp_path / "mine.jsonl"))
+def test_the_rows_are_shown_with_the_line_for_params(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model sees them: in a project, in its prompt format."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"q": "Sky?", "a": {"good": "Blue.", "bad": "Red."}, "n": 1}] * 5
+    file = write(tmp_path / "mine.jsonl", rows)
+    columns = {"prompt": "q", "chosen": "a.good", "rejected": "a.bad"}
+    assert check_data(file, "train", columns) == 0
+    output = capsys.readouterr().out
+    listed = "columns: {prompt: q, chosen: a.good, rejected: a.bad}"
+    assert f"  params     prepare.sources: [{{path: {file}, {listed}}}]" in output
+    assert "the first, as with prepare.prompt_format plain\n" in output
+    assert output.count("               prompt     'Sky?'\n") == 3
+    assert "               rejected   'Red.'\n" in output
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    text = (tmp_path / "params.yaml").read_text()
+    chat = text.replace("prompt_format: plain", "prompt_format: chat")
+    assert chat != text
+    (tmp_path / "params.yaml").write_text(chat)
+    check_data(file, "train", columns)
+    assert "prompt_format plain (no assets/model yet" in capsys.readouterr().out
+
+
+def test_an_unknown_form_has_its_keys_the_nearest_form_and_a_mapping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": "2 + 2?", "preferred": "4", "dispreferred": "5", "id": 1}]
+    assert check_data(write(tmp_path / "mine.jsonl", rows), "train", {}) == 2
+    output = capsys.readouterr().out
+    assert "unknown form, with the keys problem, preferred, dispreferred, id." in output
+    mapping = "e.g. {chosen: preferred, prompt: problem, rejected: dispreferred}"
+    assert mapping in output
+    rows = [{"prompt": "2 + 2?", "response_0": "4", "response_1": "5"}]
+    check_data(write(tmp_path / "mine.jsonl", rows), "train", {})
+    nearest = "The nearest is PKU-SafeRLHF, without `better_response_id`."
+    assert nearest in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("none.jsonl", "expected a file"),
-        ("mine.csv", "expected a file"),
+        ("mine.csv", "no rows"),
+        ("mine.txt", "expected a file"),
         ("empty.jsonl", "no rows"),
     ],
 )
@@ -123,7 +156,7 @@ def test_a_file_without_rows(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(BadInput, match=message):
-        check_file(str(tmp_path / name))
+        check_data(str(tmp_path / name), "train", {})
 
 
 TRANSCRIPT = "\n\nHuman: Sky?\n\nAssistant:"
@@ -169,8 +202,8 @@ def test_the_schema_and_prepare_agree_on_what_a_row_is() -> None:
     assert [row for row in GOOD if not validator.is_valid(row)] == []
     assert [row for row in BAD if validator.is_valid(row)] == []
     for row in GOOD:
-        normalise(row, PromptFormat.plain)
+        becomes(row)
     for row in BAD:
         with pytest.raises(Defect) as caught:
-            normalise(row, PromptFormat.plain)
+            becomes(row)
         assert not isinstance(caught.value, Tie)

@@ -1,480 +1,568 @@
-"""Formats and defects of rows written by hand."""
+"""Every form of rows, with values written by hand; files of every type; rows that are refused."""
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from stages.lib.core.params.data import SpeakerMarkers
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params.data import SourceParams
 from stages.lib.core.params.shared import PromptFormat
-from stages.prepare.formats import (
-    AnotherSpeaker,
-    Defect,
-    Tie,
-    excerpt,
-    form,
-    normalise,
-    row_excerpt,
-)
+from stages.prepare.files import read_source
+from stages.prepare.formats import FORMATS, REFUSED, find_form, table
+from stages.prepare.turns import Defect, Tie
+from tests.paths import ROOT
+from tests.stages.prepare.rows import become, becomes
 
-PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
-
-
-SKY = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
-TALK = [user("Sky?"), assistant("Up."), user("Colour?")]
-TALK_TEXT = "\n\nHuman: Sky?\n\nAssistant: Up.\n\nHuman: Colour?\n\nAssistant:"
-TALK_PLAIN = {"prompt": TALK_TEXT, "chosen": " Blue.", "rejected": " Green."}
-TALK_CHAT = {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        pytest.param({**SKY, "id": 7}, SKY, id="standard, explicit prompt"),
-        pytest.param({**SKY, "margin": 2}, {**SKY, "margin": 2.0}, id="a margin"),
-        pytest.param({**SKY, "margin": None}, SKY, id="an empty margin, as Parquet has it"),
-        pytest.param(
-            {"prompt": "a", "completion": "b", "margin": -1},
-            {"prompt": "a", "completion": "b"},
-            id="no pair, no margin",
-        ),
-        pytest.param(
-            {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-            SKY,
-            id="standard, implicit prompt",
-        ),
-        pytest.param(
-            {"chosen": "The sky is black", "rejected": "The sky is blue"},
-            {"prompt": "The sky is", "chosen": " black", "rejected": " blue"},
-            id="the implicit prompt ends with a word",
-        ),
-        pytest.param(
-            {"chosen": "天空是蓝的。", "rejected": "天空是绿的。"},
-            {"prompt": "天空是", "chosen": "蓝的。", "rejected": "绿的。"},
-            id="the implicit prompt of a language without spaces",
-        ),
-        pytest.param(
-            {"prompt": "The sky is", "completion": " blue."},
-            {"prompt": "The sky is", "completion": " blue."},
-            id="completion",
-        ),
-        pytest.param(
-            {"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]},
-            TALK_PLAIN,
-            id="conversational",
-        ),
-        pytest.param(
-            {"chosen": [*TALK, assistant("Blue.")], "rejected": [*TALK, assistant("Green.")]},
-            TALK_PLAIN,
-            id="implicit turns",
-        ),
-        pytest.param(
-            {
-                "prompt": "Colour?",
-                "chosen": [user("Colour?"), assistant("Blue.")],
-                "rejected": [user("Colour?"), assistant("Green.")],
-            },
-            {
-                "prompt": "\n\nHuman: Colour?\n\nAssistant:",
-                "chosen": " Blue.",
-                "rejected": " Green.",
-            },
-            id="UltraFeedback: a prompt, and responses that repeat it",
-        ),
-        pytest.param(
-            {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."},
-            TALK_PLAIN,
-            id="messages, responses as text",
-        ),
-        pytest.param(
-            {"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."},
-            TALK_PLAIN,
-            id="Anthropic transcript",
-        ),
-        pytest.param(
-            {"prompt": TALK_TEXT, "chosen": " Blue.", "rejected": " Green."},
-            TALK_PLAIN,
-            id="Anthropic prompt",
-        ),
-        pytest.param(
-            {"prompt": TALK, "completion": [assistant("Blue.")]},
-            {"prompt": TALK_TEXT, "completion": " Blue."},
-            id="demonstration",
-        ),
-    ],
-)
-def test_formats_under_plain(raw: dict[str, Any], expected: dict[str, str]) -> None:
-    assert normalise(raw, PLAIN) == expected
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        pytest.param(
-            SKY,
-            {"prompt": [user("The sky is")], "chosen": "blue.", "rejected": "green."},
-            id="standard",
-        ),
-        pytest.param(
-            {"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]},
-            TALK_CHAT,
-            id="conversational",
-        ),
-        pytest.param(
-            {"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."},
-            TALK_CHAT,
-            id="Anthropic transcript",
-        ),
-    ],
-)
-def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert normalise(raw, CHAT) == expected
-
-
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (["chosen"], "not a JSON object"),
-        ({"text": "x"}, "expected the keys"),
-        ({"prompt": "x", "chosen": "y"}, "expected the keys"),
-        ({**SKY, "chosen": 3}, "`chosen` is int; expected text or a list of messages"),
-        ({**SKY, "prompt": {"a": 1}}, "`prompt` is dict"),
-        ({**SKY, "rejected": "  "}, "`rejected` is empty"),
-        ({**SKY, "prompt": " \n"}, "the prompt is empty"),
-        ({**SKY, "prompt": []}, "the prompt is empty"),
-        ({**SKY, "rejected": "  blue. "}, "chosen and rejected are the same"),
-        ({"chosen": "The sky", "rejected": "The sky"}, "chosen and rejected are the same"),
-        ({"chosen": "The sky", "rejected": "The sky above"}, "`chosen` is empty"),
-        ({"chosen": "Blue sky", "rejected": "Green grass"}, "the prompt is empty"),
-        (
-            {"prompt": TALK, "chosen": [user("x")], "rejected": [assistant("y")]},
-            "`chosen` does not end with an assistant turn",
-        ),
-        (
-            {"prompt": TALK, "chosen": [assistant("x")], "rejected": []},
-            "`rejected` does not end with an assistant turn",
-        ),
-        ({"prompt": TALK, "completion": [assistant("")]}, "`completion` is empty"),
-        (
-            {"prompt": TALK, "chosen": [assistant("x")], "rejected": "y"},
-            "chosen is text and rejected is messages",
-        ),
-        ({"chosen": [assistant("x")], "rejected": [assistant("y")]}, "no prompt"),
-        (
-            {"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]},
-            "differ before the last assistant turn",
-        ),
-        (
-            {"chosen": [user("a"), assistant("x")], "rejected": [assistant("y")]},
-            "one of chosen and rejected has several turns",
-        ),
-        (
-            {"prompt": [{"role": "tool", "content": "x"}], "completion": "y"},
-            "message 1 of `prompt`: expected a role",
-        ),
-        (
-            {"prompt": [user("x"), {"role": "user"}], "completion": "y"},
-            "message 2 of `prompt`: expected a role",
-        ),
-        (
-            {"prompt": [user(" "), assistant("x"), user("y")], "completion": "z"},
-            "message 1 of `prompt` is empty",
-        ),
-        (
-            {
-                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c",
-                "rejected": "\n\nHuman: a\n\nAssistant: d",
-            },
-            "`chosen` does not end with an",
-        ),
-        (
-            {"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: d"},
-            "`chosen` is empty",
-        ),
-        (
-            {"chosen": "\n\nHuman:\n\nAssistant: b", "rejected": "\n\nHuman:\n\nAssistant: d"},
-            "turn 1 of `chosen` is empty",
-        ),
-        ({**SKY, "margin": -0.5}, "`margin` is -0.5; expected a number of at least 0"),
-        ({**SKY, "margin": "2"}, "`margin` is '2'; expected a number"),
-        ({**SKY, "margin": True}, "`margin` is True; expected a number"),
-        ({**SKY, "margin": float("nan")}, "`margin` is nan; expected a number"),
-        ({**SKY, "margin": 0}, "`margin` is 0"),
-        ({**SKY, "chosen": " blue.\n\nHuman: And?"}, "`chosen` contains the role marker Human:"),
-        (
-            {**SKY, "rejected": " a\n\nAssistant: b"},
-            "`rejected` contains the role marker Assistant:",
-        ),
-        (
-            {**SKY, "rejected": "<|im_start|>user"},
-            r"`rejected` contains the role marker <\|im_start\|>",
-        ),
-        ({**SKY, "chosen": "[INST] Go on"}, r"`chosen` contains the role marker \[INST\]"),
-        (
-            {"prompt": "a", "completion": "### Response: b"},
-            "`completion` contains the role marker ### Response:",
-        ),
-        (
-            {"prompt": [user("### Instruction: a")], "completion": "b"},
-            "turn 1 of the prompt contains the role marker",
-        ),
-        (
-            {"prompt": [user("a"), user("b")], "completion": "c"},
-            "turn 2 of the prompt is the user's; expected the assistant's",
-        ),
-        (
-            {"prompt": [assistant("a"), user("b")], "completion": "c"},
-            "turn 1 of the prompt is the assistant's; expected the user's",
-        ),
-        (
-            {"prompt": [user("a"), system("b"), user("c")], "completion": "d"},
-            "turn 2 of the prompt is the system's; it may only be the",
-        ),
-        (
-            {"prompt": [system("a"), assistant("b")], "completion": "c"},
-            "turn 2 of the prompt is the assistant's; expected the user's",
-        ),
-        (
-            {"prompt": [user("a"), assistant("b")], "completion": "c"},
-            "the prompt ends with the assistant's turn",
-        ),
-        ({"prompt": [system("a")], "completion": "c"}, "the prompt ends with the system's turn"),
-        (
-            {
-                "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c",
-                "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d",
-            },
-            "turn 2 of the prompt is the user's",
-        ),
-        ({**SKY, "chosen": " blue\x00"}, "`chosen` contains a NUL character"),
-        (
-            {**SKY, "prompt": "The \ud83d sky"},
-            r"the prompt contains half of a surrogate pair, U\+D83D",
-        ),
-        ({**SKY, "chosen": " blue<eos>"}, "special token <eos>"),
-        ({"prompt": [user("a <eos>")], "completion": "b"}, "special token <eos>"),
-    ],
-)
-def test_defects(raw: Any, reason: str) -> None:
-    with pytest.raises(Defect, match=reason):
-        normalise(raw, PLAIN, frozenset({"<eos>"}))
-
-
-ASKED = {"chosen": "Tea is a plant.", "rejected": "Tea is what I drink."}
-LONG = {"prompt": "What is tea made of?", "chosen": "Leaves.", "rejected": "Water."}
-
-
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        ({**ASKED, "instruction": "Explain tea."}, "no `prompt`, and `instruction` may be"),
-        ({**ASKED, "question": "Tea?", "answer": "A plant"}, "`question`, `answer` may be"),
-        ({**ASKED, "conversations": [{"from": "human", "value": "Tea?"}]}, "`conversations` may"),
-        ({**ASKED, "prompt": None, "query": "Tea?"}, "`query` may be the prompt"),
-        ({**LONG, "system": "Be a pirate."}, "`system` would not be shown to the model"),
-        ({**LONG, "history": [["Hi", "Hello"]]}, "`history` would not"),
-        ({**LONG, "images": [{"bytes": "x"}]}, "`images` would not"),
-        ({"prompt": TALK, "completion": "Blue.", "tools": [{"name": "f"}]}, "`tools` would not"),
-        ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference"),
-        ({"prompt": "a", "completion": "b", "label": 1}, "unpaired preference"),
-        (
-            {
-                **LONG,
-                "chosen": "What is tea made of? Leaves.",
-                "rejected": "What is tea made of? x",
-            },
-            "chosen and rejected repeat the prompt",
-        ),
-        (
-            {
-                "prompt": [system("Be brief."), user("Other?")],
-                "chosen": [user("Sky?"), assistant("Blue.")],
-                "rejected": [user("Sky?"), assistant("Red.")],
-            },
-            "`prompt` differs from the turns",
-        ),
-        (
-            {"chosen": "Human: a\n\nAssistant: b c", "rejected": "Human: a\n\nAssistant: b d"},
-            "the prompt is a transcript in one text",
-        ),
-        ({"prompt": '[{"role": "user", "content": "a"}]', "completion": "b"}, "messages in JSON"),
-        ({"instruction": "a", "input": "", "output": "b"}, "this is Alpaca"),
-        ({"conversations": []}, "this is ShareGPT"),
-        ({"messages": [user("a"), assistant("b")]}, "this is TRL's messages"),
-        (
-            {"prompt": [{"from": "human", "value": "a"}], "completion": "b"},
-            "it has the keys from, value, role None",
-        ),
-    ],
-)
-def test_no_part_of_a_row_is_lost_without_a_word(raw: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Defect, match=reason) as caught:
-        normalise(raw, PLAIN)
-    assert not isinstance(caught.value, Tie)
-
-
-@pytest.mark.parametrize(
-    ("raw", "columns"),
-    [
-        ({**LONG, "answer": "leaves", "rating": 3, "messages": [user("a")]}, ()),
-        ({**ASKED, "id": "x1", "source": "web", "prompt_id": "p", "chosen_model": "m"}, ()),
-        ({**ASKED, "n": 3, "instruction": "", "tags": ["a"]}, ()),
-        ({**ASKED, "instruction": "Tea is"}, ()),  # the responses begin with it
-        ({**ASKED, "answer": "a plant"}, ("answer",)),
-        ({"prompt": "2 + 2 =", "completion": "4", "label": 1}, ("label",)),
-        ({"prompt": "2 + 2 =", "completion": "4", "label": "4"}, ()),
-        ({**LONG, "system": "", "history": [], "tools": "[]"}, ()),
-        (
-            {"prompt": [system("Be brief."), user("a")], "completion": "b", "system": "Be brief."},
-            (),
-        ),
-    ],
-)
-def test_columns_that_are_no_part_of_the_prompt(
-    raw: dict[str, Any], columns: tuple[str, ...]
-) -> None:
-    assert normalise(raw, PLAIN, columns=columns)
-
-
-def test_of_two_prompts_the_one_with_more_turns_is_read() -> None:
-    """A system prompt may be only in `prompt`, or only in the responses."""
-    short, whole = [user("Sky?")], [system("Be brief."), user("Sky?")]
-    for explicit, repeated in ((whole, short), (short, whole)):
-        raw = {
-            "prompt": explicit,
-            "chosen": [*repeated, assistant("Blue.")],
-            "rejected": [*repeated, assistant("Red.")],
-        }
-        expected = {"prompt": whole, "chosen": "Blue.", "rejected": "Red."}
-        assert normalise(raw, CHAT) == expected
-
-
-def test_a_transcript_in_one_text_is_no_turn_of_a_user() -> None:
-    raw = {"prompt": "Human: Sky? Assistant:", "completion": " Blue."}
-    with pytest.raises(Defect, match=r"transcript in one text.*prompt_format: plain"):
-        normalise(raw, CHAT)
-    assert normalise(raw, PLAIN) == raw
-
-
-SPEAKERS = [
-    ({**SKY, "chosen": " Human: And you?"}, "`chosen` has a line that begins with Human:"),
-    ({**SKY, "rejected": " red.\nUser : Why?"}, "`rejected` has a line that begins with User :"),
-    ({"prompt": [user("a"), assistant("User: b"), user("c")], "completion": "d"}, "turn 2 of"),
-    ({"prompt": [user("a\nAssistant: b")], "completion": "c"}, "turn 1 of .* with Assistant:"),
-    (
-        {
-            "chosen": "\n\nHuman: a\n\nAssistant: Human: b",
-            "rejected": "\n\nHuman: a\n\nAssistant: c",
-        },
-        "`chosen` has a line that begins with Human:",
-    ),
+CHAT = PromptFormat.chat
+USER = {"role": "user", "content": "Sky?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALK = [USER, {"role": "assistant", "content": "Up."}, {"role": "user", "content": "Colour?"}]
+BLUE = {"role": "assistant", "content": "Blue."}
+RED = {"role": "assistant", "content": "Red."}
+PAIR = {"prompt": [USER], "chosen": "Blue.", "rejected": "Red."}
+TALK_PAIR = {**PAIR, "prompt": TALK}
+DEMONSTRATION = {"prompt": [USER], "completion": "Blue."}
+HUMAN = {"from": "human", "value": "Sky?"}
+BOTH = {"chosen": "Blue.", "rejected": "Red."}
+THREE = [
+    {**PAIR, "chosen": chosen, "rejected": rejected}
+    for chosen, rejected in (("Blue.", "Red."), ("Blue.", "Green."), ("Green.", "Red."))
 ]
 
 
-@pytest.mark.parametrize(("raw", "reason"), SPEAKERS)
-def test_turns_with_another_speaker_are_refused_or_kept(raw: dict[str, Any], reason: str) -> None:
-    with pytest.raises(AnotherSpeaker, match=f"^another speaker: .*{reason}"):
-        normalise(raw, PLAIN)
-    assert normalise(raw, PLAIN, speaker_markers=SpeakerMarkers.keep)
+def gpt(text: str) -> dict[str, str]:
+    return {"from": "gpt", "value": text}
 
 
-def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers() -> None:
-    inside = {**SKY, "chosen": " as the User: field says", "rejected": " Humans: all of them"}
-    prompt = {"prompt": "User: Sky?\nAssistant:", "completion": " Blue."}
-    for raw in (inside, prompt):
-        assert normalise(raw, PLAIN) == raw
+CASES: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
+    (
+        "TRL unpaired",
+        [
+            {"prompt": "Sky?", "completion": "Red.", "label": False},
+            {"prompt": "Sky?", "completion": "Blue.", "label": True},
+        ],
+        [DEMONSTRATION, PAIR],
+    ),
+    (
+        "KTO of LLaMA-Factory",
+        [
+            {"messages": [USER, BLUE], "label": True},
+            {"messages": [USER, RED], "label": False},
+        ],
+        [DEMONSTRATION, PAIR],
+    ),
+    (
+        "KTO of LLaMA-Factory",
+        [{"conversations": [HUMAN, gpt("Blue.")], "kto_tag": True, "system": "Be brief."}],
+        [{**DEMONSTRATION, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "ShareGPT DPO (LLaMA-Factory)",
+        [{"conversations": [HUMAN], "chosen": gpt("Blue."), "rejected": gpt("Red.")}],
+        [PAIR],
+    ),
+    ("ShareGPT DPO (LLaMA-Factory)", [{"conversations": [HUMAN], **BOTH}], [PAIR]),
+    ("Axolotl DPO", [{"messages": TALK, "chosen": BLUE, "rejected": RED}], [TALK_PAIR]),
+    ("Axolotl DPO, `conversation`", [{"conversation": TALK, **BOTH}], [TALK_PAIR]),
+    (
+        "Alpaca DPO, Orca DPO",
+        [{"instruction": "Say it.", "input": "Sky?", **BOTH, "history": [["Hi", "Hello"]]}],
+        [
+            {
+                **PAIR,
+                "prompt": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                    {"role": "user", "content": "Say it.\n\nSky?"},
+                ],
+            }
+        ],
+    ),
+    (
+        "Alpaca DPO, Orca DPO",
+        [{"system": "Be brief.", "question": "Sky?", **BOTH}],
+        [{**PAIR, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "Argilla, NeMo DPO",
+        [{"prompt": "Sky?", "chosen_response": "Blue.", "rejected_response": "Red."}],
+        [PAIR],
+    ),
+    (
+        "ms-swift DPO",
+        [{"messages": [SYSTEM, USER, BLUE], "rejected_response": "Red."}],
+        [{**PAIR, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "ms-swift DPO",
+        [{"query": "Sky?", "response": "Blue.", "rejected_response": "Red."}],
+        [PAIR],
+    ),
+    (
+        "OpenAI preferences",
+        [
+            {
+                "input": {"messages": [{**SYSTEM, "role": "developer"}, USER], "tools": []},
+                "preferred_output": [BLUE],
+                "non_preferred_output": [RED],
+            }
+        ],
+        [{**PAIR, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "NeMo RL preferences",
+        [
+            {
+                "context": TALK,
+                "completions": [
+                    {"rank": 1, "completion": [RED]},
+                    {"rank": 0, "completion": [BLUE]},
+                ],
+            }
+        ],
+        [TALK_PAIR],
+    ),
+    (
+        "UltraFeedback",
+        [
+            {
+                "instruction": "Sky?",
+                "completions": [
+                    {"response": "Blue.", "overall_score": 9.0},
+                    {"response": "Red.", "overall_score": 2},
+                    {"response": "Green.", "overall_score": 5.0},
+                ],
+            }
+        ],
+        [THREE[0], THREE[1], THREE[2]],
+    ),
+    (
+        "Nectar",
+        [
+            {
+                "prompt": "\n\nHuman: Sky?\n\nAssistant: ",
+                "answers": [
+                    {"answer": "Blue.", "rank": 1.0, "model": "a"},
+                    {"answer": "Red.", "rank": 3.0, "model": "b"},
+                    {"answer": "Green.", "rank": 2.0, "model": "c"},
+                ],
+            }
+        ],
+        [THREE[0], THREE[1], THREE[2]],
+    ),
+    ("ranked list", [{"prompt": "Sky?", "responses": ["Red.", "Blue."], "ranks": [2, 1]}], [PAIR]),
+    (
+        "ranked list",
+        [{"question": "Sky?", "responses": ["Red.", "Blue."], "scores": [2, 3.5]}],
+        [PAIR],
+    ),
+    (
+        "HelpSteer 3",
+        [
+            {
+                "context": TALK,
+                "response1": "Blue.",
+                "response2": "Red.",
+                "overall_preference": -2,
+                "domain": "general",
+            }
+        ],
+        [TALK_PAIR],
+    ),
+    (
+        "HelpSteer 2, preferences",
+        [
+            {
+                "prompt": "Sky?",
+                "response_1": "Red.",
+                "response_2": "Blue.",
+                "preference_strength": 1,
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "HelpSteer 1 and 2",
+        [
+            {"prompt": "Sky?", "response": "Red.", "helpfulness": 1, "verbosity": 4},
+            {"prompt": "Sky?", "response": "Blue.", "helpfulness": 3, "verbosity": 1},
+        ],
+        [PAIR],
+    ),
+    (
+        "SHP",
+        [{"history": "Sky?", "human_ref_A": "Red.", "human_ref_B": "Blue.", "labels": 0}],
+        [PAIR],
+    ),
+    (
+        "PKU-SafeRLHF",
+        [
+            {
+                "prompt": "Sky?",
+                "response_0": "Red.",
+                "response_1": "Blue.",
+                "better_response_id": 1,
+                "safer_response_id": 0,
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "OASST, trees",
+        [
+            {
+                "message_tree_id": "t",
+                "prompt": {
+                    "text": "Sky?",
+                    "role": "prompter",
+                    "replies": [
+                        {
+                            "text": "Up.",
+                            "role": "assistant",
+                            "rank": None,
+                            "replies": [
+                                {
+                                    "text": "Colour?",
+                                    "role": "prompter",
+                                    "replies": [
+                                        {"text": "Red.", "role": "assistant", "rank": 1},
+                                        {"text": "Blue.", "role": "assistant", "rank": 0},
+                                    ],
+                                }
+                            ],
+                        }
+                    ],
+                },
+            }
+        ],
+        [TALK_PAIR],
+    ),
+    (
+        "WebGPT",
+        [
+            {
+                "question": {"full_text": "Sky?"},
+                "answer_0": "Red.",
+                "answer_1": "Blue.",
+                "score_0": -0.5,
+                "score_1": 0.5,
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "summarize-from-feedback",
+        [
+            {
+                "info": {"subreddit": "sky", "title": "Sky?", "post": "It is up."},
+                "summaries": [{"text": " Red."}, {"text": "Blue."}],
+                "choice": 1,
+            }
+        ],
+        [
+            {
+                **PAIR,
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": "SUBREDDIT: r/sky\nTITLE: Sky?\nPOST: It is up.\nTL;DR:",
+                    }
+                ],
+            }
+        ],
+    ),
+    (
+        "Chatbot Arena, MT-Bench",
+        [{"conversation_a": [USER, RED], "conversation_b": [USER, BLUE], "winner": "model_b"}],
+        [PAIR],
+    ),
+    (
+        "LMSYS 55k",
+        [
+            {
+                "prompt": '["Sky?"]',
+                "response_a": '["Red."]',
+                "response_b": '["Blue."]',
+                "winner_model_a": 0,
+                "winner_model_b": 1,
+                "winner_tie": 0,
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "AlpacaFarm",
+        [{"instruction": "Sky?", "output_1": "Red.", "output_2": "Blue.", "preference": 2}],
+        [PAIR],
+    ),
+    ("LLMBar", [{"input": "Sky?", "output_1": "Blue.", "output_2": "Red.", "label": 1}], [PAIR]),
+    (
+        "Label Studio, export",
+        [
+            {
+                "data": {"prompt": "Sky?", "answer1": "Red.", "answer2": "Blue."},
+                "annotations": [{"result": [{"type": "pairwise", "value": {"selected": "right"}}]}],
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "Label Studio, JSON-MIN",
+        [{"prompt": "Sky?", "answer1": "Blue.", "answer2": "Red.", "comparison": "left"}],
+        [PAIR],
+    ),
+    (
+        "Anthropic hh-rlhf, DeepSpeed-Chat",
+        [
+            {
+                "chosen": "Human: Sky?\n\nAssistant: Blue.",
+                "rejected": "Human: Sky?\n\nAssistant: Red.",
+            }
+        ],
+        [PAIR],
+    ),
+    (
+        "TRL preference, explicit prompt",
+        [{"system_prompt": "Be brief.", "prompt": "Sky?", **BOTH}],
+        [{**PAIR, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "TRL preference, implicit prompt",
+        [{"chosen": [*TALK, BLUE], "rejected": [*TALK, RED]}],
+        [TALK_PAIR],
+    ),
+    (
+        "rated responses",
+        [
+            {"prompt": "Sky?", "completion": "Red.", "rating": 0.5},
+            {"prompt": "Sky?", "completion": "Blue.", "rating": 4},
+            {"prompt": "Sky?", "completion": "Green.", "rating": 2},
+        ],
+        [THREE[0], THREE[2], THREE[1]],
+    ),
+    ("TRL prompt-completion", [{"prompt": "Sky?", "completion": [BLUE]}], [DEMONSTRATION]),
+    ("prompt and response", [{"prompt": "Sky?", "response": "Blue."}], [DEMONSTRATION]),
+    ("Alpaca", [{"instruction": "Sky?", "input": "", "output": "Blue."}], [DEMONSTRATION]),
+    ("ms-swift `query`, `response`", [{"query": "Sky?", "response": "Blue."}], [DEMONSTRATION]),
+    ("question and answer (GSM8K)", [{"question": "Sky?", "answer": "Blue."}], [DEMONSTRATION]),
+    (
+        "messages (TRL, OpenAI, ShareGPT, Firefly, XTuner)",
+        [
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
+                ]
+            },
+            {"conversations": [HUMAN, gpt("Blue.")]},
+            {"conversation": [{"human": "Sky?", "assistant": "Blue."}]},
+            {"conversation": [{"system": "Be brief.", "input": "Sky?", "output": "Blue."}]},
+        ],
+        [*[DEMONSTRATION] * 3, {**DEMONSTRATION, "prompt": [SYSTEM, USER]}],
+    ),
+    (
+        "verl",
+        [{"prompt": [USER], "reward_model": {"ground_truth": "blue"}, "ability": "colour"}],
+        [{"prompt": [USER]}],
+    ),
+    ("TRL prompt-only, OpenRLHF", [{"prompt": "Sky?", "label": "blue"}], [{"prompt": [USER]}]),
+]
+
+
+@pytest.mark.parametrize(("name", "raws", "expected"), CASES)
+def test_what_becomes_of_each_form(
+    name: str, raws: list[Any], expected: list[dict[str, Any]]
+) -> None:
+    assert {find_form(raw)[0].name for raw in raws} == {name}
+    assert become(raws, CHAT) == expected
+
+
+def test_each_form_is_tried_and_documented() -> None:
+    """The table of docs/data.md is printed by `python -m stages.prepare.formats`."""
+    tried = {name for name, _, _ in CASES}
+    assert {form.name for form in FORMATS if form.becomes != REFUSED} == tried
+    assert table() in (ROOT / "docs/data.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (
+            {"messages": [USER, {**BLUE, "tool_calls": [{"id": 1}]}]},
+            "message 2 .* has `tool_calls`",
+        ),
+        ({"messages": [USER, {"role": "tool", "content": "3"}, BLUE]}, "role 'tool'"),
+        ({"conversations": [HUMAN, {"from": "observation", "value": "3"}]}, "role 'observation'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, BLUE]},
+            "message 1 .* it has image",
+        ),
+        ({"messages": [USER, {**BLUE, "weight": 0}]}, "message 2 .* not to be trained on"),
+        ({"messages": [USER, {**BLUE, "reasoning_content": "Hm."}]}, "`reasoning_content`"),
+        ({"messages": [USER]}, "`messages` does not end with an assistant turn"),
+        ({"prompt": "Sky?", "response": "Blue.", "score": 3}, "`score` may say how good"),
+        ({"question": "Sky?", "answer": "A", "choices": ["Blue.", "Red."]}, "unknown form"),
+        ({"instruction": "Sky?", "context": "It is up.", "response": "Blue."}, "`context` would"),
+        ({"question": "Sky?", "input": "Up?", **BOTH}, "there are `question`, `input`"),
+        ({"prompt": "Sky?", "responses": ["a", "b", "c"], "ranking": [2, 0, 1]}, "may be the"),
+        ({"prompt": "Sky?", "responses": ["a", "b", "c"], "ranks": [2, 1]}, "3 `responses` and 2"),
+        ({"message_id": "1", "message_tree_id": "2", "text": "Hi"}, "the file of trees"),
+        ({"info": {"article": "x"}, "summaries": [], "choice": 0}, "news articles"),
+        ({"instruction": "Sky?", "completions": ["Blue."]}, "not as in UltraFeedback: "),
+        (
+            {
+                "prompt": '["a", "b"]',
+                "response_a": "c",
+                "response_b": "d",
+                "winner_model_a": 1,
+                "winner_model_b": 0,
+            },
+            "`prompt` has 2 turns",
+        ),
+        (
+            {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 7},
+            "`better_response_id` is 7; expected 0, 1",
+        ),
+        ({"prompt": "a", "system": {"text": "b"}, **BOTH}, "`system` is dict; expected text"),
+        ({"prompt": "a", "history": ["b", "c"], **BOTH}, "expected a role and a content, got str"),
+    ],
+)
+def test_what_would_be_lost_or_guessed_is_refused(raw: Any, reason: str) -> None:
+    with pytest.raises(Defect, match=reason) as caught:
+        becomes(raw, CHAT)
+    assert not isinstance(caught.value, Tie)
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        {**SKY, "margin": 0.0},
-        {**SKY, "score_chosen": 8.0, "score_rejected": 8},
-        {**SKY, "chosen-rating": 10**400, "rejected-rating": 10**400},
-        {"chosen_score": 1.5, "rejected_score": 1.5, **SKY},
-        {**SKY, "rejected": "blue.\n"},
-        {"chosen": "The sky", "rejected": "The sky"},
+        {"conversation_a": [USER, RED], "conversation_b": [USER, BLUE], "winner": "tie (bothbad)"},
+        {"prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": 0},
+        {"prompt": "Sky?", "responses": ["a", "b"], "scores": [1, 1.0]},
+        {"question": "a", "answer_0": "b", "answer_1": "c", "score_0": 0, "score_1": 0},
+        {
+            "data": {"prompt": "a", "answer1": "b", "answer2": "c"},
+            "annotations": [
+                {"result": [{"type": "pairwise", "value": {"selected": side}}]}
+                for side in ("left", "right")
+            ],
+        },
     ],
 )
-def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
+def test_ties_have_no_better_response(raw: Any) -> None:
     with pytest.raises(Tie):
-        normalise(raw, PLAIN)
+        becomes(raw, CHAT)
+
+
+def test_a_rating_says_nothing_without_another_response() -> None:
+    with pytest.raises(Defect, match="no other response to its prompt"):
+        becomes({"prompt": "Sky?", "completion": "Red.", "label": False}, CHAT)
+    with pytest.raises(Tie, match="the same rating"):
+        become([{"prompt": "Sky?", "completion": text, "rating": 1} for text in "ab"], CHAT)
+
+
+def test_columns_by_hand() -> None:
+    raw = {"q": "Sky?", "answers": {"good": "Blue.", "bad": "Red."}, "label": 3}
+    names = {"prompt": "q", "chosen": "answers.good", "rejected": "answers.bad"}
+    assert becomes(raw, CHAT, names=names) == PAIR
+    with pytest.raises(Defect, match=r"no `answers\.best`, which the source's `columns` names as"):
+        becomes(raw, CHAT, names={**names, "chosen": "answers.best"})
+
+
+ROWS = [{"prompt": f"p {i}", "chosen": f"c, {i}\n“x”", "rejected": f"r {i}"} for i in range(4)]
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def table_text(separator: str) -> str:
+    rows = [
+        separator.join(ROWS[0]),
+        *(separator.join(f'"{x}"' for x in row.values()) for row in ROWS),
+    ]
+    return "\ufeff" + "\r\n".join(rows) + "\r\n"
 
 
 @pytest.mark.parametrize(
-    "scores",
+    ("name", "content", "first"),
     [
-        {"score_chosen": 8, "score_rejected": 6},
-        {"score_chosen": 8, "score_rejected": 8, "reward_chosen": 1, "reward_rejected": 0},
-        {"score_chosen": 8, "score_rejected": 8, "margin": 1},
-        {"chosen_length": 3, "rejected_length": 3},
-        {"score_chosen": None, "score_rejected": None},
+        ("a.ndjson", lines(ROWS).encode(), 1),
+        ("a.json", lines(ROWS).encode(), 1),
+        ("a.json", b"\xef\xbb\xbf \n" + json.dumps(ROWS, indent=1).encode(), 1),
+        ("a.jsonl", json.dumps(ROWS).encode(), 1),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS).encode()), 1),
+        ("a.csv", table_text(",").encode(), 3),
+        ("a.tsv", table_text("\t").encode(), 3),
+        ("a.csv.gz", gzip.compress(table_text(",").encode()), 3),
     ],
 )
-def test_scores_that_are_no_tie(scores: dict[str, Any]) -> None:
-    assert normalise({**SKY, **scores}, PLAIN)["chosen"] == " blue."
+def test_files_of_every_type(tmp_path: Path, name: str, content: bytes, first: int) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = list(read_source(SourceParams(path=str(path)), None))
+    assert [row for _, row in found] == ROWS
+    assert found[0][0] == f"{path}:{first}" and len({where for where, _ in found}) == 4
 
 
-def test_a_user_may_quote_a_dialogue() -> None:
-    """As in PandaLM's pairs: the dialogue is the material of the task."""
-    quoted = user("Add an answer.\nCustomer: Hi.\nAI: Hello! Which one?\nSystem: Linux\nUser: root")
-    raw = {"prompt": [quoted], "completion": "The blue one."}
-    assert normalise(raw, CHAT) == raw
+def test_zst_parquet_folders_and_saved_data_sets(tmp_path: Path) -> None:
+    def read(path: Path, split: str = "train") -> list[Any]:
+        return [row for _, row in read_source(SourceParams(path=str(path), split=split), None)]
 
-
-def test_what_a_prompt_may_contain() -> None:
-    """A template filled in by the user, and a system turn."""
-    alpaca = {"prompt": "### Instruction:\nSky?\n### Response:\n", "completion": "Blue."}
-    assert normalise(alpaca, PLAIN) == alpaca
-    raw = {"prompt": [system("Be brief."), *TALK], "completion": [assistant("Blue.")]}
-    assert normalise(raw, CHAT) == {"prompt": raw["prompt"], "completion": "Blue."}
+    with pyarrow.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as stream:
+        stream.write(lines(ROWS).encode())
+    assert read(tmp_path / "a.jsonl.zst") == ROWS
+    (tmp_path / "cut.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[:-9])
+    with pytest.raises(BadInput, match=r"cut\.jsonl\.zst.*: damaged"):
+        read(tmp_path / "cut.jsonl.zst")
+    folder = tmp_path / "folder"
+    (folder / "data").mkdir(parents=True)
+    parquet = pyarrow.Table.from_pylist(ROWS[:1])
+    pyarrow.parquet.write_table(parquet, folder / "data/train-00000-of-00001.parquet")
+    (folder / "data/validation.jsonl").write_text(lines(ROWS[1:3]))
+    (folder / "README.md").write_text("A data set.")
+    assert (read(folder), read(folder, "validation")) == (ROWS[:1], ROWS[1:3])
+    with pytest.raises(BadInput, match=r"split test; found train \(1 files\), validation \(1 f"):
+        read(folder, "test")
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": data}).save_to_disk(tmp_path / "two")
+    assert read(tmp_path / "one") == read(tmp_path / "two", "test") == ROWS
+    with pytest.raises(BadInput, match="no split train; found test"):
+        read(tmp_path / "two")
 
 
 @pytest.mark.parametrize(
-    ("raw", "name"),
+    ("name", "content", "reason"),
     [
-        (SKY, "standard preference, explicit prompt"),
-        ({"chosen": "a b", "rejected": "a c"}, "standard preference, implicit prompt"),
-        (
-            {"prompt": TALK, "chosen": [assistant("a")], "rejected": [assistant("b")]},
-            "conversational preference, explicit prompt",
-        ),
-        (
-            {"chosen": [*TALK, assistant("a")], "rejected": [*TALK, assistant("b")]},
-            "conversational preference, implicit prompt",
-        ),
-        ({"prompt": "a", "completion": "b"}, "standard prompt-completion"),
-        ({"prompt": TALK, "completion": [assistant("b")]}, "conversational prompt-completion"),
-        (
-            {"chosen": TALK_TEXT + " a", "rejected": TALK_TEXT + " b"},
-            "Anthropic transcript, preference, implicit prompt",
-        ),
-        (
-            {"prompt": TALK_TEXT, "chosen": "a", "rejected": "b"},
-            "Anthropic transcript, preference, explicit prompt",
-        ),
-        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "unknown"),
-        ({"text": "a"}, "unknown"),
-        (7, "unknown"),
+        ("a.csv", b"prompt,chosen\n\xe9,b\n", "not UTF-8: byte 0xe9 in line 2"),
+        ("a.csv", b"prompt,prompt\na,b\n", "two columns have the name 'prompt'"),
+        ("a.csv", b'prompt,chosen\n"a"b,c\n', "a.csv:2: not CSV"),
+        ("a.json", b'{\n "rows": [\n {"prompt": "a"}]}', "one JSON object, with the keys rows"),
+        ("a.json", b'[{"prompt": "a"}', "not a JSON array"),
+        ("a.jsonl.gz", b"text", "damaged"),
+        ("a.txt", b"text", "expected a file"),
     ],
 )
-def test_the_forms_have_names(raw: Any, name: str) -> None:
-    assert form(raw) == name
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=reason):
+        list(read_source(SourceParams(path=str(path)), None))
 
 
-def test_an_excerpt_can_be_written() -> None:
-    assert excerpt("a \n b\ud83d") == "a b?"
-    assert excerpt("x" * 300) == "x" * 199 + "…"
-    long = {"prompt": "p" * 300, "chosen": "c" * 300, "rejected": " no"}
-    assert row_excerpt(long) == "p" * 62 + "… | " + "c" * 62 + "… | no"
+def test_cells_of_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion,label\n7,true,True\na,b,0\nonly\n")
+    found = [row for _, row in read_source(SourceParams(path=str(path)), None)]
+    assert found[:2] == [
+        {"prompt": "7", "completion": "true", "label": True},
+        {"prompt": "a", "completion": "b", "label": 0},
+    ]
+    assert isinstance(found[2], Defect)

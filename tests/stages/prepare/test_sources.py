@@ -16,13 +16,8 @@ from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.types import Row
 from stages.lib.data.splits import DataSets
 from stages.prepare.__main__ import main, merge_replay
-from stages.prepare.sources import (
-    FIXED_BYTES,
-    PEAK_PER_BYTE,
-    check_memory,
-    check_no_prompt_overlap,
-    size_to_read,
-)
+from stages.prepare.files import FIXED_BYTES, PEAK_PER_BYTE, check_memory, size_to_read
+from stages.prepare.sources import check_no_prompt_overlap
 
 ROWS = [{"prompt": f"p{i:03}", "chosen": "a" * 40, "rejected": "b" * 40} for i in range(100)]
 LINE = len('{"prompt": "p000", "chosen": "", "rejected": ""}\n') + 80

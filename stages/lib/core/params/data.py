@@ -40,8 +40,16 @@ class AssetsParams(ParamsSection):
 
 
 class SourceParams(ParamsSection):
-    path: PathText = Field(description="JSONL or Parquet file, or a hub id with its commit.")
-    split: str = Field("train", description="Split of a hub data set.")
+    path: PathText = Field(
+        description="A file (docs/data.md, *Files*), a folder of them, or a hub id with its commit."
+    )
+    split: str = Field("train", description="Split of a folder or of a hub data set.")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="The file's names of columns, for a form that is not known: `{prompt: question,"
+        " chosen: better, rejected: worse}`; also `completion`, `rating`, `margin`; `a.b` is b "
+        "within a.",
+    )
     use: str = Field(
         "train",
         pattern="^(train|eval)$",

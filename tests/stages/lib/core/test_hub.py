@@ -15,7 +15,7 @@ from stages.lib.core import hub
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params import check_params
 from stages.lib.core.params.data import SourceParams
-from stages.prepare.sources import read_source
+from stages.prepare.files import read_source
 
 NOWHERE = "http://127.0.0.1:9"
 PARAMS = check_params({"assets": {"model": "org/mine@main", "data": "org/mine@main"}}, "test")
