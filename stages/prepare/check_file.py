@@ -57,11 +57,11 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
     raw_rows = list(read_source(source, None))
     if not raw_rows:
         raise BadInput(f"{named}: no rows; expected some (docs/data.md, *Formats*)")
-    found = list(readings(raw_rows, columns, CONFIG))
+    parsed = list(readings(raw_rows, columns, CONFIG))
     rows = [
-        cast(SourceRow, reading.row | {"where": reading.where}) for reading in found if reading.row
+        cast(SourceRow, reading.row | {"where": reading.where}) for reading in parsed if reading.row
     ]
-    bad = [(reading.where, reading.defect) for reading in found if reading.defect]
+    bad = [(reading.where, reading.defect) for reading in parsed if reading.defect]
     bad += [
         (
             rows[index]["where"],
@@ -71,7 +71,7 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
     ]
     usable = len(rows) - len(contradictions(rows))
     print(f"{named}: {len(raw_rows)} rows, {usable} of them can be used")
-    for name, text in describe(found, rows, source, raw_rows):
+    for name, text in describe(parsed, rows, source, raw_rows):
         print(f"  {name:<11}{text}")
     if not bad:
         return 0
@@ -84,18 +84,18 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
 
 
 def describe(
-    found: list[Reading],
+    parsed: list[Reading],
     rows: list[SourceRow],
     source: SourceParams,
     raw_rows: list[tuple[str, Any]],
 ) -> Iterator[tuple[str, str]]:
     """(name, text) of each line on the source as a whole."""
-    forms = Counter(reading.form for reading in found)
+    forms = Counter(reading.form for reading in parsed)
     for number, (form, count) in enumerate(forms.most_common()):
         name = f"{form.name} ({count}): becomes {form.becomes}" if form else f"unknown ({count})"
         note = f"; {form.note}" if form and form.note else ""
         yield "" if number else "form", name + note
-    if ignored := Counter(name for reading in found for name in reading.ignored):
+    if ignored := Counter(name for reading in parsed for name in reading.ignored):
         names = (f"{name} ({count})" for name, count in ignored.most_common(SHOWN_COLUMNS))
         yield "ignored", f"columns {', '.join(names)}"
     if not rows:

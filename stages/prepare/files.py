@@ -141,9 +141,9 @@ def folder_files(path: Path, split: str) -> list[Path]:
             named = (name for word in words for name in SPLITS if re.fullmatch(SPLITS[name], word))
             by_split.setdefault(next(named, "train"), []).append(file)
     if split not in by_split:
-        found = ", ".join(f"{name} ({len(files)} files)" for name, files in by_split.items())
+        listed = ", ".join(f"{name} ({len(files)} files)" for name, files in by_split.items())
         raise BadInput(
-            f"{path}: no files of the split {split}; found {found or 'no data files'}: name"
+            f"{path}: no files of the split {split}; found {listed or 'no data files'}: name"
             " another `split` of the source, or one of its files"
         )
     return by_split[split]

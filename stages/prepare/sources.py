@@ -296,8 +296,8 @@ def read_rows(
     rows: list[SourceRow] = []
     for source in sources:
         raw_rows = audit.counted(source.path, read_source(source, config.max_rows))
-        found = readings(raw_rows, source.columns, config, special_tokens)
-        for reading in tracked(f"reading {source.path}", found, 0):
+        parsed = readings(raw_rows, source.columns, config, special_tokens)
+        for reading in tracked(f"reading {source.path}", parsed, 0):
             if defect := reading.defect:
                 text = raw_text(reading.raw)
                 audit.record_drop(cause_of(defect), reading.where, text, reason=str(defect))

@@ -22,13 +22,13 @@ def become(
         prompt_format=prompt_format, speaker_markers=speaker_markers, columns=list(columns)
     )
     rows = [(f"file:{line}", raw) for line, raw in enumerate(raws, 1)]
-    found = list(readings(rows, names, config, special_tokens))
-    for reading in found:
+    parsed = list(readings(rows, names, config, special_tokens))
+    for reading in parsed:
         if reading.defect:
             raise reading.defect
     return [
         {name: value for name, value in reading.row.items() if name != "columns"}
-        for reading in found
+        for reading in parsed
     ]
 
 

@@ -506,9 +506,9 @@ def table_text(separator: str) -> str:
 def test_files_of_every_type(tmp_path: Path, name: str, content: bytes, first: int) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    found = list(read_source(SourceParams(path=str(path)), None))
-    assert [row for _, row in found] == ROWS
-    assert found[0][0] == f"{path}:{first}" and len({where for where, _ in found}) == 4
+    located = list(read_source(SourceParams(path=str(path)), None))
+    assert [row for _, row in located] == ROWS
+    assert located[0][0] == f"{path}:{first}" and len({where for where, _ in located}) == 4
 
 
 def test_zst_parquet_folders_and_saved_data_sets(tmp_path: Path) -> None:
@@ -560,9 +560,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, re
 def test_cells_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,completion,label\n7,true,True\na,b,0\nonly\n")
-    found = [row for _, row in read_source(SourceParams(path=str(path)), None)]
-    assert found[:2] == [
+    rows = [row for _, row in read_source(SourceParams(path=str(path)), None)]
+    assert rows[:2] == [
         {"prompt": "7", "completion": "true", "label": True},
         {"prompt": "a", "completion": "b", "label": 0},
     ]
-    assert isinstance(found[2], Defect)
+    assert isinstance(rows[2], Defect)
