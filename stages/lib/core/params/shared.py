@@ -1,5 +1,6 @@
 """Types that several sections of params.yaml share; a section has no unknown keys."""
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Annotated, Any
@@ -14,17 +15,21 @@ MAX_NAME_BYTES, MAX_PATH_CHARACTERS = 255, 1000  # Linux: NAME_MAX, and less tha
 URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
 
 
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
+
+
 class ParamsSection(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
     def can_be_used(cls, value: Any) -> Any:
-        """A form in the browser can send half of a surrogate pair, which no file can have. YAML has
-        integers of any length.
+        """A form in the browser can send half of a surrogate pair, which no file can have, and
+        control characters, which YAML cannot have. YAML has integers of any length.
         """
         for text in _texts(value):
-            check_characters(text)
+            if match := CONTROL.search(check_characters(text)):
+                raise ValueError(f"contains the control character U+{ord(match[0]):04X}: remove it")
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise ValueError(f"expected at most {MAX_INTEGER:,}: set a smaller number")
         return value

@@ -46,6 +46,10 @@ from stages.lib.core.params.data import rounds
         ),
         ("sft: [", r"params.yaml: not YAML"),
         (
+            'annotate: {endpoint: {rubric: "\\x00"}}',
+            r"annotate.endpoint.rubric: .*the control character U\+0000: remove it",
+        ),
+        (
             "rounds: {r0: {previous: rounds/r1}, r1: {previous: assets/start}}",
             r"rounds.r0.previous is rounds/r1, which is no round before it; "
             r"expected one of assets/start",
