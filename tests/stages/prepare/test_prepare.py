@@ -457,3 +457,38 @@ def test_a_row_whose_column_json_does_not_have_is_bad(tiny_params: MakeParams) -
     main(tiny_params({"own.jsonl": rows}, columns=["answer"], max_bad_share=0.1), "r0")
     [[dropped]] = read("rounds/r0/prepare/data/audit.json")["dropped"].values()
     assert dropped["reason"] == "`answer` is nan; expected a value that JSON has"
+
+
+def test_prompts_alone_unpaired_and_ranked_responses(tiny_params: MakeParams) -> None:
+    """Each kind of row has its share of held-out prompts; a pair of two rows has both lines."""
+    colours = ["red", "blue", "green", "grey", "pink"]
+    topics = [f"{colour} {place}" for colour in colours for place in ("sea", "hill")]
+    prompts = [{"prompt": f"Name a {topic}.", "n": number} for number, topic in enumerate(topics)]
+    unpaired = [
+        {"prompt": f"Draw the {topic}", "completion": f" with {text} {topic}", "label": is_good}
+        for topic in topics
+        for text, is_good in (("one nice", True), ("no", False))
+    ]
+    alone = {"prompt": "Only a bad one", "completion": " is here.", "label": False}
+    ranked = [
+        {"prompt": f"Sing of {topic}", "responses": [f" la {topic}", " do", " mi"], "ranks": ranks}
+        for topic, ranks in zip(topics, [[1, 2, 3]] * 9 + [[1, 2, 2]], strict=True)
+    ]
+    files = {"prompts.jsonl": prompts, "kto.jsonl": [*unpaired, alone], "ranked.jsonl": ranked}
+    main(tiny_params(files, columns=["n"], near_duplicate=1.0), "r0")
+    counts = read("rounds/r0/prepare/metrics.json")
+    audit = read("rounds/r0/prepare/data/audit.json")
+    assert audit["by_cause"] == {"no response to compare with": 1, "tie": 1}
+    assert (counts["rows_read"], counts["rows_bad"], counts["ties"]) == (41, 0, 1)
+    assert counts["sft_train"] + counts["sft_eval"] == 10
+    pairs = [*rows_of("r0", "pairs_train"), *rows_of("r0", "pairs_eval")]
+    assert len(pairs) == 10 + 27 + 2
+    first = next(row for row in pairs if row["id"] == "kto.jsonl:1-2")
+    assert (first["chosen"], first["rejected"]) == (" with one nice red sea", " with no red sea")
+    assert {"ranked.jsonl:1.1", "ranked.jsonl:1.2", "ranked.jsonl:1.3"} <= {r["id"] for r in pairs}
+    held_out = [row["id"] for row in rows_of("r0", "eval_prompts")]
+    trained = {row["id"]: row for row in rows_of("r0", "prompts_train")}
+    for name in files:
+        assert any(one.startswith(name) for one in held_out), name
+    assert trained.keys() >= {"prompts.jsonl:1"} or "prompts.jsonl:1" in held_out
+    assert all(row["columns"]["n"] is not None for id_, row in trained.items() if "prompts" in id_)
