@@ -243,12 +243,23 @@ def collect(folder: Path) -> None:
 def check_committed() -> None:
     """
     Raises:
-        BadInput: there is no git repository or no commit, or code or user files are not committed.
+        BadInput: there is no git repository or no commit, the project is a folder of one, a branch
+            is in the way, or code or user files are not committed.
     """
     try:
         git("rev-parse", "--verify", "HEAD")
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
+    if folder := git("rev-parse", "--show-prefix"):
+        raise BadInput(
+            f"--isolated needs the project at the top of its git repository, not in {folder}: run "
+            "without --isolated, or in a repository of the project alone"
+        )
+    if git("branch", "--list", "runs"):
+        raise BadInput(
+            "--isolated makes the branch runs/RUN, which git refuses beside the branch `runs`: "
+            "rename that one, `git branch -m runs OTHER`"
+        )
     names = [name for name in (*CODE, *USER_FILES) if Path(name).exists()]
     options = ["--porcelain", "-z", "--no-renames", "--untracked-files=all"]
     status = filter(None, git("status", *options, "--", *names).split("\0"))
