@@ -243,17 +243,18 @@ def collect(folder: Path) -> None:
 def check_committed() -> None:
     """
     Raises:
-        BadInput: there is no git repository or no commit, the project is a folder of one, a branch
-            is in the way, or code or user files are not committed.
+        BadInput: there is no git repository or no commit, the project is a part of another one, a
+            branch is in the way, or code or user files are not committed.
     """
     try:
         git("rev-parse", "--verify", "HEAD")
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
-    if folder := git("rev-parse", "--show-prefix"):
+    show = ("--show-prefix", "--show-superproject-working-tree")
+    if other := git("rev-parse", *show):
         raise BadInput(
-            f"--isolated needs the project at the top of its git repository, not in {folder}: run "
-            "without --isolated, or in a repository of the project alone"
+            "--isolated needs a git repository of the project's own; it is a folder or a submodule "
+            f"of another ({other}): run without --isolated, or in a clone of the project alone"
         )
     if git("branch", "--list", "runs"):
         raise BadInput(
