@@ -46,7 +46,8 @@ Reason = Annotated[str, Parameter(show_default=False)]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
-    if locale.getpreferredencoding(False).lower() != "utf-8" and os.environ.get(UTF8) != "1":
+    own_process = arguments is None and os.environ.get(UTF8) != "1"
+    if own_process and locale.getpreferredencoding(False).lower() != "utf-8":
         # The texts of this process and of all that it starts are UTF-8, as the project's files are.
         os.environ[UTF8] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
