@@ -254,7 +254,7 @@ def check_committed() -> None:
     if other := git("rev-parse", *show):
         raise BadInput(
             "--isolated needs a git repository of the project's own; it is a folder or a submodule "
-            f"of another ({other}): run without --isolated, or in a clone of the project alone"
+            f"of another ({other}): switch `isolated` off, or run in a clone of the project alone"
         )
     if git("branch", "--list", "runs"):
         raise BadInput(
