@@ -322,9 +322,7 @@ def test_where_no_branch_of_a_run_can_be_made_the_reason_is_named(
     git("branch", "-m", "runs", "other")
     check_committed()
     monkeypatch.chdir(project / "approvals")  # as a project in a folder of a larger repository
-    with pytest.raises(
-        BadInput, match=r"folder or a submodule of another \(approvals/\): switch"
-    ):
+    with pytest.raises(BadInput, match=r"folder or a submodule of another \(approvals/\): switch"):
         check_committed()
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own, of its own tests
     for command in (check_committed, revision):
