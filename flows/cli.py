@@ -1,6 +1,7 @@
 """The command `rondo`: each command is a function, whose signature and docstring are its help."""
 
 import io
+import locale
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ EXIT_CODES = (
     "5 disk full or failing, 6 out of memory, 1 other errors, 128 + a signal's number after it "
     "(Ctrl-C: 130)."
 )
+UTF8 = "PYTHONUTF8"  # Python's own variable
 NEEDS_NO_PROJECT = ("check-data", "--help", "-h")
 
 app = App(
@@ -45,6 +47,11 @@ Reason = Annotated[str, Parameter(show_default=False)]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    own_process = arguments is None and os.environ.get(UTF8) != "1"
+    if own_process and locale.getpreferredencoding(False).lower() != "utf-8":
+        # The texts of this process and of all that it starts are UTF-8, as the project's files are.
+        os.environ[UTF8] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     try:
         code = exit_code(arguments)
     except interrupts.Interrupted as interrupt:

@@ -50,6 +50,7 @@ from flows.orchestration.decisions import (
 )
 from flows.report import page, summary
 from flows.tracking import provenance
+from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
 from flows.tracking.records import Status
 from stages.lib.core.errors import GateFailed, Unreachable
@@ -224,12 +225,14 @@ def pipeline(
         The final state: Completed, or Failed with the name GateFailed.
 
     Raises:
-        BadInput: a param is invalid, or names what a form may not name.
+        BadInput: a param is invalid, or names what a form may not name; or MLflow's address can
+            never take a record.
         Pause: a gate waits for a decision.
     """
     log, home = make_logger(), HOME.resolve()
-    # 1. Check the parameters, before there is anything to clean up.
+    # 1. Check the parameters and MLflow's address, before there is anything to clean up.
     check_rerun(rerun)
+    check_address(store_uri(home))
     checked = decided_params(home, run) or resolve(preset, None, settings)
     files = checked_files(checked)
     server = fork_server.fork_server(dvc_stages.stage_environment())

@@ -223,3 +223,10 @@ def test_a_gate_runs_again_when_its_metrics_or_a_decision_change(gate: str) -> N
         *("stages/gate", "stages/lib/core", "stages/lib/thresholds", "stages/__init__.py"),
         *("approvals", *metrics),
     }
+
+
+def test_git_changes_no_byte_of_a_file(tmp_path: Path) -> None:
+    """Whatever the user's core.autocrlf is: DVC would run the stages again."""
+    clone = ["git", "clone", "-q", "-c", "core.autocrlf=true", str(ROOT), str(tmp_path / "clone")]
+    subprocess.run(clone, check=True)
+    assert b"\r" not in (tmp_path / "clone/dvc.yaml").read_bytes()

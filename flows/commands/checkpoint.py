@@ -24,6 +24,7 @@ from flows.execution.meter import Meter
 from flows.execution.worktree import folder_of_run
 from flows.orchestration import concurrency
 from flows.pipeline import make_logger
+from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.ended_rounds import params_of
@@ -58,6 +59,7 @@ def evaluate_checkpoint(
     folder = folder_of_run(run, home) if run else Path.cwd()
     if deployment.id:
         check_inside([Path(checkpoint)])
+    check_address(store_uri(home))
     with chdir(folder):
         params_of(round)
         find_checkpoint(round, checkpoint)
@@ -72,7 +74,7 @@ def evaluate_checkpoint(
     report = Path(lines[-1])  # the stage prints the path of its report last
     with chdir(folder):
         record(run, report, home, log, meter)
-    results = json.loads((folder / report).read_text())
+    results = json.loads((folder / report).read_text("utf-8"))
     create_table_artifact(
         table(results),
         key=addresses.slug(f"checkpoint-{round}-{Path(results['path']).name}".lower()),

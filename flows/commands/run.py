@@ -23,7 +23,7 @@ from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
 from flows.execution.history import resolve_run
 from flows.execution.worktree import check_committed, folder_of_run
-from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
+from stages.lib.core.errors import BadInput, GateFailed, RondoError
 from stages.lib.core.progress import progress, reporting
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
         with progress("starting Prefect"):
             start_temporary_server(HOME.resolve())
         from httpx import HTTPError, TransportError
-        from prefect.settings import get_current_settings
+
+        from flows.orchestration import prefect_requests
 
         try:
             state = start()
@@ -127,13 +128,7 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
             cause = failure if isinstance(failure, TransportError) else failure.__cause__
             if not isinstance(cause, HTTPError):
                 raise
-            # the address may be in .env or prefect.toml
-            url = get_current_settings().api.url or services.prefect_pages()
-            raise Unreachable(
-                f"Prefect's server at {services.without_credentials(url)} does not answer ({cause})"
-                f": the stages that are done are kept; start it, or unset {services.API_URL}, and "
-                "run the same command again"
-            ) from None
+            raise prefect_requests.failed(cause) from None
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():
         return 0
@@ -165,20 +160,23 @@ def configure_prefect() -> None:
 
 
 def start_temporary_server(home: Path) -> None:
-    """Start a Prefect server for this run alone, unless Prefect's settings name one.
+    """Start a Prefect server for this run alone, unless Prefect's settings name one that answers.
 
     A terminal sends Ctrl-C to its whole process group. The server that Prefect starts by itself is
     in it, and would end before the run has reported its end; this one leads a session of its own.
 
     Raises:
+        Unreachable: the one that they name does not answer.
         RondoError: the server did not start.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
+    from flows.orchestration import prefect_requests
     from flows.orchestration.service_processes import Services
 
     if get_current_settings().api.url:
+        prefect_requests.check_server()
         return
     with socket.create_server((services.HOST, 0)) as listener:
         port = listener.getsockname()[1]

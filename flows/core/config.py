@@ -193,7 +193,7 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
     Returns:
         One line per change: `ppo.gamma 1.0 -> 0.9`, or `key removed`.
     """
-    document, values = _yaml().load(path.read_text()) or {}, params.model_dump(mode="json")
+    document, values = _yaml().load(path.read_text("utf-8")) or {}, params.model_dump(mode="json")
     changes = _changes(document, values)
     if changes:
         _assign(document, values)
@@ -212,7 +212,7 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
 
 def changes_of_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
     """The lines that `write_params` would return; nothing is written."""
-    return _changes(_yaml().load(path.read_text()) or {}, params.model_dump(mode="json"))
+    return _changes(_yaml().load(path.read_text("utf-8")) or {}, params.model_dump(mode="json"))
 
 
 def _changes(document: Any, values: Mapping[str, Any]) -> list[str]:

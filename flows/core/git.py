@@ -3,7 +3,7 @@
 import getpass
 import subprocess
 
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import BadInput, RondoError
 
 
 def person(by: str | None) -> str:
@@ -13,16 +13,18 @@ def person(by: str | None) -> str:
 
 def current_user() -> str:
     """The user to record: git's user.name, or the account name if it is not set."""
-    name = subprocess.run(
-        ["git", "config", "user.name"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return name or getpass.getuser()
+    return _run("config", "user.name").stdout.strip() or getpass.getuser()
 
 
 def revision() -> str:
-    """The hash of HEAD, with `-dirty` if tracked files differ from it; `none` outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """The hash of HEAD, with `-dirty` if tracked files differ from it; `none` without a commit.
+
+    Raises:
+        BadInput: git refuses this repository, since it belongs to another user.
+    """
+    done = _run("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    if "safe.directory" in done.stderr:
+        raise BadInput(done.stderr.strip())  # it has the next step
     return done.stdout.strip() or "none"
 
 
@@ -33,8 +35,7 @@ def git(*arguments: str) -> str:
         RondoError: git failed; the message contains its error output.
     """
     # Hooks are for people. After `dvc install`, for example, they run `dvc checkout`.
-    command = ["git", "-c", "core.hooksPath=/dev/null", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _run("-c", "core.hooksPath=/dev/null", *arguments)
     if done.returncode:
         raise RondoError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
@@ -42,7 +43,17 @@ def git(*arguments: str) -> str:
 
 def committer_options() -> list[str]:
     """Options that set a committer for one git command; empty if git has a user.email."""
-    email = subprocess.run(["git", "config", "user.email"], capture_output=True, check=False)
-    if email.returncode == 0:
+    if _run("config", "user.email").returncode == 0:
         return []
     return ["-c", "user.name=rondo", "-c", "user.email=rondo@localhost"]
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """
+    Raises:
+        BadInput: git is not installed.
+    """
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise BadInput("the command `git` is missing. Next: install git") from None

@@ -5,6 +5,7 @@ server: another project, or another person on this machine, may use the same one
 used only while `rondo up` holds the lock of this folder.
 """
 
+import getpass
 import json
 import os
 import re
@@ -38,6 +39,9 @@ API_URL = "PREFECT_API_URL"  # Prefect's own variable
 TEMPORARY = "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"
 # What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
 WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
+CACHE = "XDG_CACHE_HOME"  # which the clients of model hubs, torch and matplotlib read
+# Git's own variables, which its hooks have: with one, git works on that repository everywhere
+OF_GIT = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
 PREFECT_DATABASE = "prefect/prefect.db"  # in HOME
 START_SECONDS = 120.0  # for a server to answer
@@ -86,13 +90,13 @@ def private_folder(home: Path) -> None:
     Raises:
         BadInput: it belongs to another user.
     """
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         home.chmod(0o700)
     except PermissionError:
         raise BadInput(
-            f"{home} belongs to {home.owner()}: two users cannot share a project's folder; "
-            "work in a clone of your own"
+            f"{home}: it, or the project's folder, belongs to another user; two users cannot share "
+            "a project's folder: work in a clone of your own"
         ) from None
 
 
@@ -157,20 +161,52 @@ def prefect_pages(home: Path = HOME) -> str:
 
 def prepare_environment() -> None:
     """Change the variables that this process and its children read: an empty one of Prefect or
-    MLflow counts as not set, and no proxy is used for this machine.
+    MLflow counts as not set, those that git gives its hooks are removed, no proxy is used for this
+    machine, and a user without an entry in passwd, or without a home, has a name and a cache.
     """
     for name, value in list(os.environ.items()):
-        if not value and name.startswith(("PREFECT_", "MLFLOW_")):
+        if name in OF_GIT or (not value and name.startswith(("PREFECT_", "MLFLOW_"))):
             del os.environ[name]
     for name in ("NO_PROXY", "no_proxy"):
         own = os.environ.get(name, "")
         os.environ[name] = ",".join(filter(None, [own, HOST, "localhost"]))
+    try:
+        getpass.getuser()  # as DVC does
+    except (KeyError, OSError):  # Python 3.13: OSError
+        os.environ["USER"] = f"uid{os.getuid()}"
+    own_home = os.path.expanduser("~")
+    if not os.access(own_home, os.W_OK):
+        os.environ.setdefault(CACHE, str(HOME.resolve() / "cache"))
+        if own_home == "~":  # there is none
+            os.environ["HOME"] = str(HOME.resolve())
+
+
+def check_http() -> None:
+    """
+    Raises:
+        BadInput: the client with which Prefect, model hubs and judges are asked cannot use the
+            proxies or certificates of the environment.
+    """
+    import httpx
+
+    try:
+        httpx.Client().close()
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        names = sorted(name for name in os.environ if re.search("(?i)_proxy$|^ssl_cert", name))
+        raise BadInput(
+            f"{', '.join(names)}: {without_credentials(str(error))}. Next: correct or unset the "
+            "variable, or name an HTTP proxy (NO_PROXY: names and single addresses)"
+        ) from None
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
     """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
     no prompts.
+
+    Raises:
+        BadInput: as `check_http` and `private_folder`.
     """
+    check_http()
     private_folder(home)
     (home / "prefect").mkdir(exist_ok=True)
     return {

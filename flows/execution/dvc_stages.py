@@ -80,9 +80,12 @@ def open_repo() -> Iterator[Any]:
             remove_stale_rwlock(repo)
             yield repo
     except (DvcException, SCMError) as error:
-        # DVC's own message of a damaged dvc.lock has no next step
+        # DVC's own messages have no next step: that of a damaged dvc.lock, and without git
         locks.read_locks()
-        raise BadInput(f"dvc: {dvc_message(error)}") from None
+        message = dvc_message(error)
+        if message.endswith("is not a git repository"):
+            message += ". Next: `git init` makes one; `dvc config core.no_scm true`: work without"
+        raise BadInput(f"dvc: {message}") from None
 
 
 def _index_and_graph(repo: Any) -> tuple[Any, Any]:
@@ -268,7 +271,7 @@ def run(
 def running_commands() -> list[str]:
     """The DVC commands that run in this folder."""
     try:
-        written, lists = RWLOCK.stat().st_mtime, json.loads(RWLOCK.read_text())
+        written, lists = RWLOCK.stat().st_mtime, json.loads(RWLOCK.read_text("utf-8"))
     except (FileNotFoundError, ValueError):  # nothing has run yet, or it was written in part
         return []
     readers = [reader for of_path in lists.get("read", {}).values() for reader in of_path]

@@ -81,7 +81,7 @@ def fork_server(environment: dict[str, str]) -> Iterator[None]:
         address, stand_in = f"{folder}/socket", Path(folder, "python")
         client = Path(__file__).with_name("fork_client.py")
         words = [sys.executable, "-IS", str(client), address, sys.executable]
-        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
         stand_in.chmod(0o755)
         try:
             listener.bind(address)

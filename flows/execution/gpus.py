@@ -9,12 +9,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flows.core.addresses import split_address
+from flows.core.services import CACHE
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU
-LOCKS = Path("~/.cache/rondo/gpus").expanduser()  # for all projects of the user
+# for all projects of the user
+LOCKS = Path(os.environ.get(CACHE, "~/.cache"), "rondo/gpus").expanduser()
 
 
 def visible_gpus() -> list[str]:

@@ -243,12 +243,24 @@ def collect(folder: Path) -> None:
 def check_committed() -> None:
     """
     Raises:
-        BadInput: there is no git repository or no commit, or code or user files are not committed.
+        BadInput: there is no git repository or no commit, the project is a part of another one, a
+            branch is in the way, or code or user files are not committed.
     """
     try:
         git("rev-parse", "--verify", "HEAD")
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
+    show = ("--show-prefix", "--show-superproject-working-tree")
+    if other := git("rev-parse", *show):
+        raise BadInput(
+            "--isolated needs a git repository of the project's own; it is a folder or a submodule "
+            f"of another ({other}): switch `isolated` off, or run in a clone of the project alone"
+        )
+    if git("branch", "--list", "runs"):
+        raise BadInput(
+            "--isolated makes the branch runs/RUN, which git refuses beside the branch `runs`: "
+            "rename that one, `git branch -m runs OTHER`"
+        )
     names = [name for name in (*CODE, *USER_FILES) if Path(name).exists()]
     options = ["--porcelain", "-z", "--no-renames", "--untracked-files=all"]
     status = filter(None, git("status", *options, "--", *names).split("\0"))

@@ -18,11 +18,16 @@ from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_CLIENT_MAX_RETRIES,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.states import AwaitingRetry, Crashed
 
 from flows.core.run_locks import is_free
-from stages.lib.core.errors import RondoError
+from flows.core.services import API_URL, prefect_pages, without_credentials
+from stages.lib.core.errors import RondoError, Unreachable
 
 CUT_OFF = "CutOff"
 NIGHTLY = "0 2 * * *"
@@ -45,6 +50,30 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
             yield client
     except (HTTPError, PrefectException) as error:
         raise RondoError(f"Prefect's server: {type(error).__name__}: {error}") from error
+
+
+def check_server() -> None:
+    """
+    Raises:
+        Unreachable: the server that Prefect's settings name does not answer within half a minute,
+            is another program or of another version, or refuses the string.
+    """
+    try:
+        with prefect_client() as client:
+            client.raise_for_api_version_mismatch()
+            client.read_flow_runs(limit=1)
+    except (RondoError, RuntimeError) as error:
+        raise failed(error.__cause__ or error) from None
+
+
+def failed(cause: object) -> Unreachable:
+    """The error of a run whose server does not answer, or not as Prefect's does."""
+    url = get_current_settings().api.url or prefect_pages()
+    return Unreachable(
+        f"Prefect's server at {without_credentials(url)} does not answer ({cause}): the stages "
+        f"that are done are kept; start it, or correct or unset {API_URL} (environment, .env, "
+        "prefect.toml or Prefect's profile), and run the same command again"
+    )
 
 
 def flow_runs(pool: str | None = None, **filters: object) -> list[FlowRun]:

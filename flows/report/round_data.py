@@ -133,7 +133,7 @@ def columns(path: Path | None) -> dict[str, list[float]]:
     """A CSV's columns by name; NaN for an empty cell, no column if there is no file."""
     if path is None or not path.exists():
         return {}
-    with path.open() as stream:
+    with path.open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     return {
         name: [float(row[name]) if row[name] else math.nan for row in rows]

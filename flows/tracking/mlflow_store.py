@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, infer_signature
 from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, ErrorCode
+from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
     MLFLOW_MODEL_IS_EXTERNAL,
@@ -129,6 +130,17 @@ def connect(uri: str) -> MlflowClient:
     if uri.startswith("http"):
         _check_version(client, uri)
     return client
+
+
+def check_address(uri: str) -> None:
+    """Refuse an address that can never take a record; a server that is away may come back.
+
+    Raises:
+        BadInput: see `connect`.
+    """
+    if uri != OFF and uri.partition(":")[0].partition("+")[0] not in DATABASE_ENGINES:
+        with suppress(*FAILURES):
+            connect(uri)
 
 
 def _check_version(client: MlflowClient, uri: str) -> None:

@@ -85,7 +85,7 @@ def recorded(home: Path) -> list[Path]:
 
 def unsent(home: Path) -> list[Path]:
     """The folders of the runs of which MLflow lacks something, as far as this machine knows."""
-    sent = {path.parent: path.read_text() for path in (home / RECORDED).glob(f"*/{SENT}")}
+    sent = {path.parent: path.read_text("utf-8") for path in (home / RECORDED).glob(f"*/{SENT}")}
     return [folder for folder in recorded(home) if sent.get(folder) != _state(folder)]
 
 

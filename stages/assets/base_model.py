@@ -138,7 +138,7 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
     model.config._name_or_path = ""  # else the output would contain the source folder
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "LICENCE.txt").write_text(licence + "\n")
+    (folder / "LICENCE.txt").write_text(licence + "\n", encoding="utf-8")
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -51,7 +51,9 @@ def fetch(package: Package) -> Path:
     with TemporaryDirectory(dir=DOWNLOADS) as folder, TemporaryDirectory() as lists:
         # With the hash in a list, pip compares it before it runs the build of a source distribution
         listed = Path(lists, "requirements.txt")
-        listed.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+        listed.write_text(
+            f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8"
+        )
         options = ["-vv", "--no-deps", "--require-hashes", *package.options, "--dest", folder]
         command = [sys.executable, "-m", "pip", "download", *options, "-r", str(listed)]
         with progress(f"downloading {package.requirement}"):

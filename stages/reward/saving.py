@@ -105,7 +105,7 @@ def main(model: Path, sequences: Path) -> None:
     params = load_params()
     setup_torch(params)
     reward_model = load_reward_model(model, params.model)
-    scores = reward_scores(reward_model, json.loads(sequences.read_text()))
+    scores = reward_scores(reward_model, json.loads(sequences.read_text("utf-8")))
     print(json.dumps(scores.tolist()))
 
 

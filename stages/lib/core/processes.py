@@ -22,7 +22,7 @@ def share_out(module: str, arguments: list[str], params: Params, stage: str, rou
     if is_launched():
         end_with_agent()
         if rank():
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     elif cluster:
         from stages.lib.core.ray.launch import launch_on_cluster  # imports requests
 

@@ -130,7 +130,7 @@ class MetricLogger:
             (self.work / "clock.jsonl", {"step": step, "time": time.time()}),
         )
         for path, line in files if self.writes else ():
-            with path.open("a") as stream:
+            with path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
         if shown := "  ".join(f"{name} {metrics[name]:.4g}" for name in show):
             self.log_progress(step, shown)
@@ -152,7 +152,7 @@ class MetricLogger:
         """Write the final metrics to metrics.json, and all steps to curves.csv for `dvc plots`."""
         write_json(self.folder / "metrics.json", dict(metrics))
         columns = sorted({name for row in self.steps for name in row} - {"step"})
-        with (self.folder / "curves.csv").open("w", newline="") as stream:
+        with (self.folder / "curves.csv").open("w", newline="", encoding="utf-8") as stream:
             table = csv.DictWriter(stream, ["step", *columns], restval="")
             table.writeheader()
             table.writerows(self.steps)

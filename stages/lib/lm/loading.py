@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
 from stages.lib.core.heap import trim_heap
-from stages.lib.core.launch import is_launched, local_rank
+from stages.lib.core.launch import cores, is_launched, local_rank
 from stages.lib.core.model_folders import (
     CONFIG,
     check_calibration,
@@ -50,8 +50,9 @@ def setup_torch(params: Params) -> torch.device:
     """
     use_one_gpu()
     world.join()
-    if params.model.threads:
-        torch.set_num_threads(params.model.threads)
+    # By default torch has a thread per core of the machine, more than a container's quota allows.
+    if params.model.threads or cores() < torch.get_num_threads():
+        torch.set_num_threads(params.model.threads or cores())
     torch.manual_seed(params.seed)
     return default_device()
 

@@ -1,5 +1,6 @@
 """Which server is this project's: real processes and real ports."""
 
+import os
 import shutil
 import stat
 import subprocess
@@ -28,8 +29,16 @@ from flows.orchestration import server
 from flows.orchestration.server import _new_servers
 from flows.orchestration.service_processes import service_environment
 from stages.lib.core.errors import BadInput
+from tests.paths import ROOT
 from tests.servers import read_until
 
+UNKNOWN_USER = """
+import getpass, os
+from flows.core.services import prepare_environment
+os.setuid(54321)
+prepare_environment()
+print(getpass.getuser(), os.path.expanduser("~"), os.environ["XDG_CACHE_HOME"])
+"""
 SERVER = """
 import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -99,6 +108,43 @@ def test_only_the_owner_reads_what_rondo_keeps(home: Path, port: int) -> None:
     home.chmod(0o755)  # made by `dvc repro`, or an older version
     prefect_environment(home)
     assert mode(home) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_a_user_without_passwd_entry_and_home_has_a_name_and_a_cache(tmp_path: Path) -> None:
+    names = {"LOGNAME", "USER", "LNAME", "USERNAME", "HOME", "XDG_CACHE_HOME"}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", UNKNOWN_USER],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["uid54321", f"{tmp_path}/.rondo", f"{tmp_path}/.rondo/cache"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://ada:very-secret@127.0.0.1:9"),
+        ("all_proxy", "socks://127.0.0.1:9"),
+        ("HTTPS_PROXY", "http://ada:very-secret@proxy:port"),
+        ("NO_PROXY", "localhost,fe80::/10"),
+        ("SSL_CERT_FILE", "/no/such/file"),
+    ],
+)
+def test_a_proxy_or_certificate_that_cannot_be_used_is_named_at_once(
+    home: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "::1,10.0.0.0/8,.corp")
+    prefect_environment(home)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=rf"\b{name}\b.*Next: correct or unset") as refused:
+        prefect_environment(home)
+    assert "very-secret" not in str(refused.value)
 
 
 def test_used_ports_are_left_to_others(

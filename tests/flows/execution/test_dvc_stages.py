@@ -144,6 +144,14 @@ def write_rwlock(writer: int, reader: int) -> str:
     return dvc_stages.RWLOCK.read_text()
 
 
+def test_without_git_the_next_step_is_named_and_lets_dvc_work(project: Path) -> None:
+    shutil.rmtree(".git")
+    with pytest.raises(BadInput, match=r"not a git repository\. Next: `git init` makes one"):
+        dvc_stages.stage_order(["r0"])
+    subprocess.run([sys.executable, "-m", "dvc", "config", "core.no_scm", "true"], check=True)
+    assert dvc_stages.stage_order(["r0"])[0] == "assets"
+
+
 def test_a_list_of_paths_in_use_holds_dvc_up_only_while_its_commands_run(project: Path) -> None:
     """A process that began after the list was written is another one, e.g. in a container that was
     restarted, where numbers begin at 1 again.

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from flows.core import config
-from flows.core.git import git
+from flows.core.git import git, revision
 from flows.core.run_locks import hold_run_lock
 from flows.execution import dvc_stages, fork_server, worktree
 from flows.execution.dvc_stages import open_repo
 from flows.execution.worktree import (
     ENDED,
     WORKSPACES,
+    check_committed,
     collect,
     folder_of_run,
     old_workspaces,
@@ -310,6 +311,23 @@ def test_a_workspace_whose_creation_was_cut_off_is_made_anew(project: Path, left
         shutil.rmtree(folder)
     with workspace("one", project / ".rondo", pytest.fail):
         assert Path("dvc.yaml").exists()
+
+
+def test_where_no_branch_of_a_run_can_be_made_the_reason_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git("branch", "runs")
+    with pytest.raises(BadInput, match="`git branch -m runs OTHER`"):
+        check_committed()
+    git("branch", "-m", "runs", "other")
+    check_committed()
+    monkeypatch.chdir(project / "approvals")  # as a project in a folder of a larger repository
+    with pytest.raises(BadInput, match=r"folder or a submodule of another \(approvals/\): switch"):
+        check_committed()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own, of its own tests
+    for command in (check_committed, revision):
+        with pytest.raises(BadInput, match=r"config --global --add safe\.directory"):
+            command()
 
 
 def test_hooks_do_not_run(project: Path) -> None:

@@ -1,13 +1,15 @@
-"""Which runs `rondo up` takes for its own, on a real Prefect server."""
+"""Which runs `rondo up` takes for its own, on a real Prefect server; and servers that are none."""
 
+import socket
 from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
 from flows.orchestration import prefect_requests
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import RondoError, Unreachable
 
 
 def running_deployment(prefect: SyncPrefectClient, name: str, pool: str | None) -> UUID:
@@ -33,3 +35,21 @@ def test_a_run_that_was_deleted_is_an_error_of_rondo(prefect: SyncPrefectClient)
     prefect.delete_flow_run(run)
     with pytest.raises(RondoError, match="Prefect's server: ObjectNotFound"):
         prefect_requests.set_state(run, Running())
+
+
+def test_a_server_that_is_silent_or_another_program_is_unreachable(
+    prefect: SyncPrefectClient, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefect_requests.check_server()
+    monkeypatch.setattr(prefect_requests, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(prefect_requests, "RETRIES", 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        answers = {f"http://127.0.0.1:{silent.getsockname()[1]}/api": "timed out"}
+        # pages of Prefect's server, as those of another program
+        answers |= {api.removesuffix("/api"): "", f"{api}/none": "404"}
+        for address, reason in answers.items():
+            with (
+                temporary_settings({PREFECT_API_URL: address}),
+                pytest.raises(Unreachable, match=f"{address} does not answer .*{reason}"),
+            ):
+                prefect_requests.check_server()

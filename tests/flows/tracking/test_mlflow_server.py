@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.tracking.mlflow_store import connect
+from flows.tracking.mlflow_store import check_address, connect
 from flows.tracking.mlflow_tracker import send_all
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.errors import BadInput
@@ -119,11 +119,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_records_that_a_server_refuses_for_lack_of_rights_are_sent_when_it_takes_them(
     folder: Path, server: MlflowServer
 ) -> None:
-    """As with an expired token: a server answers reads, and 401 or 403 to writes."""
+    """As with an expired token or a limit: a server answers reads, and 403 or 429 to writes."""
     expired = '{"error_code": "PERMISSION_DENIED", "message": "Token expired."}'
     refused = {"log-batch": (403, expired)}
     with refusing_proxy(server.url, refused) as uri:
-        for answer in ((403, expired), (413, "<html>")):
+        for answer in ((403, expired), (413, "<html>"), (429, "<html>")):
             refused["log-batch"] = answer
             messages = track(uri, folder, "battery@r0", "replay@r0", run="refused")
             assert len(messages) == 2 and "`rondo sync` sends the rest" in messages[-1]
@@ -145,7 +145,10 @@ def test_a_server_older_than_3_is_named_and_gets_the_records_after_its_update(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         with pytest.raises(BadInput, match="needs MLflow 3"):
             list(send_all(folder / ".rondo", pytest.fail))
+        with pytest.raises(BadInput, match="needs MLflow 3"):
+            check_address(uri)
         refused.clear()
+        check_address(uri)
         assert list(send_all(folder / ".rondo", pytest.fail)) == ["old: 2 records"]
 
 

@@ -17,13 +17,14 @@ from mlflow.entities import ViewType
 
 from flows.core.run_locks import hold_run_lock
 from flows.execution.meter import Meter
-from flows.tracking.mlflow_store import MlflowStore, registry, store_uri
+from flows.tracking.mlflow_store import MlflowStore, check_address, registry, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, record_path, save
 from flows.tracking.records import Record
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from tests.flows.tracking.tracks import states, track
 from tests.paths import ROOT
+from tests.servers import NOWHERE
 
 NAN_STEPS = '{"step": 1, "grad_norm": NaN, "loss": 2.0}\n{"step": 2, "grad_norm": Infinity}\n'
 
@@ -201,6 +202,10 @@ def test_an_address_that_mlflow_refuses_is_an_error_of_the_record(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(BadInput, match="set MLFLOW_TRACKING_URI to"), registry(folder / ".rondo"):
         pass
+    with pytest.raises(BadInput, match="set MLFLOW_TRACKING_URI to"):
+        check_address(uri)
+    for fine in ("off", NOWHERE, "sqlite:///none.db", "postgresql+psycopg://127.0.0.1:9/none"):
+        check_address(fine)  # a server that is away may come back
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_a_relative_address_is_one_of_the_project_in_every_working_directory(
     assert store_uri(folder / ".rondo") == absolute.format(folder)
 
 
-@pytest.mark.parametrize("name", ["50%25", "a?x", "ü %2F"])
+@pytest.mark.parametrize("name", ["50%25", "a?x#b", "ü %2F"])
 def test_a_folder_with_signs_of_addresses_in_its_name_has_its_own_database(
     folder: Path, name: str
 ) -> None:

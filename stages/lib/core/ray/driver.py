@@ -112,7 +112,7 @@ def make_workers(job: Job) -> list[Any]:
         )
     group, alive = placement_group([needed] * count, strategy="PACK"), Alive(job)
     if not group.wait(10):
-        with open(os.path.join(job["logs"], "job.out"), "a") as log:
+        with open(os.path.join(job["logs"], "job.out"), "a", encoding="utf-8") as log:
             print(f"waits for {count} times {needed}, which others use", file=log)
         while not group.wait(SECONDS):
             alive.check()
@@ -184,14 +184,14 @@ def wait(job: Job, workers: list[Any]) -> None:
 
 def end(job: Job, reason: str, **more: int) -> NoReturn:
     """Say why the job fails, and end it, and with it the actors and processes."""
-    with open(job["end"] + ".new", "w") as stream:
+    with open(job["end"] + ".new", "w", encoding="utf-8") as stream:
         json.dump({"reason": reason, **more}, stream)
     os.replace(job["end"] + ".new", job["end"])
     sys.exit(reason or "a process has failed")
 
 
 def main(path: str) -> None:
-    with open(path) as stream:
+    with open(path, encoding="utf-8") as stream:
         job = json.load(stream)
     ray.init(address="auto", log_to_driver=False)
     wait(job, start(job, make_workers(job)))

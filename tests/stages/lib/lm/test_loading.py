@@ -5,9 +5,12 @@ import os
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.launch import hide_processes
 from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
@@ -53,6 +56,32 @@ def test_a_stage_uses_one_gpu(monkeypatch, visible, gpus, used):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     setup_torch(Params())
     assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == used
+
+
+def test_torch_has_no_more_threads_than_the_cores_that_it_may_use(monkeypatch):
+    """joblib reads the affinity, a container's CPU quota and this variable."""
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
+    torch.set_num_threads(2)
+    setup_torch(Params())
+    assert torch.get_num_threads() == 1
+    setup_torch(Params(model={"threads": 2}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as tests/conftest.py
+    assert threads == 2
+
+
+def test_leftovers_of_launchers_reach_no_trainer(monkeypatch):
+    """A trainer of one process, in a shell of `srun`, `mpirun` or `accelerate launch`."""
+    leftovers = {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}
+    leftovers |= {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "SLURM_NTASKS": "2"}
+    leftovers |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    for name, value in leftovers.items():
+        monkeypatch.setenv(name, value)
+    hide_processes()
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.num_processes, accelerator.gradient_accumulation_steps) == (1, 1)
+    assert accelerator.distributed_type == "NO"
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(("visible", "used"), [("", "1"), ("3,GPU-7f", "GPU-7f")])
