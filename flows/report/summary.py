@@ -56,6 +56,7 @@ STAGES = (
 )
 NOT_COMPARABLE = "†"  # marks a row of another evaluation than the first, †† of a third one
 CHAMPION = "evaluate.win_rate_champion_low"
+PASSED = "passed"  # the outcome of a gate
 EQUAL_KL = "win_rate_champion_equal_kl"
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}
 
@@ -284,7 +285,7 @@ def verdict_lines(rounds: list[str], locks: Locks) -> list[str]:
         not_passed = "".join(
             f"; {gate} gate: {outcome(result)}"
             for gate, result in results.items()
-            if gate != failed_gate and not result["passed"]
+            if gate != failed_gate and outcome(result) != PASSED
         )
         if failed_gate:
             failed = results[failed_gate]
@@ -374,9 +375,13 @@ def algorithm(round_: str, locks: Locks) -> str:
 
 
 def outcome(verdict: Mapping[str, Any]) -> str:
-    """How a gate ended: passed, or its failed checks with who approved or refused them and why."""
+    """How a gate ended: passed, not judged and why, or its failed checks with who approved or
+    refused them and why.
+    """
+    if reason := verdict.get("not_judged"):
+        return f"not judged ({reason})"
     if verdict["passed"]:
-        return "passed"
+        return PASSED
     failed = ", ".join(format_check(check) for check in verdict["checks"] if not check["passed"])
     if approval := verdict["approval"]:
         decision = "approved" if approval["approved"] else "refused"

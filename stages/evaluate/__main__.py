@@ -50,7 +50,7 @@ NO_CHAMPION = dict.fromkeys(
 )
 CURVE = (
     *("kl", "kl_per_token", "judge_score", "judge_score_low", "judge_score_high"),
-    *("score", "distinct_2"),
+    *("score", "distinct_2"),  # no score without a reward model
 )
 
 
@@ -118,7 +118,7 @@ def main(params: Params, round_: str) -> None:
     write_samples_and_manifest(results, round_, settings)
     final = {
         **metrics,
-        "human_nll_rise": math.log(metrics["ppo"]["ppl_human"] / metrics["sft"]["ppl_human"]),
+        "human_nll_rise": human_nll_rise(metrics),
         "checkpoints": checkpoint_metrics,
         "champion_round": champion.round if champion else None,
         **NO_CHAMPION,
@@ -153,7 +153,7 @@ def curve_point(
     """A policy on the curve of reward score and judges against KL; scale: of the update's policy,
     towards SFT (stages/lib/lm/interpolation.py).
     """
-    return {name: metrics[name] for name in CURVE} | {
+    return {name: metrics[name] for name in CURVE if name in metrics} | {
         "step": update,
         "scale": scale,
         "sqrt_kl": distance(metrics["kl"]),
@@ -162,7 +162,15 @@ def curve_point(
 
 
 def fitted_points(curve: list[dict[str, float]]) -> list[Point]:
-    return [Point(int(one["step"]), one["kl"], one["score"], one["judge_score"]) for one in curve]
+    return [
+        Point(int(one["step"]), one["kl"], one.get("score"), one["judge_score"]) for one in curve
+    ]
+
+
+def human_nll_rise(metrics: dict[str, dict[str, float]]) -> float | None:
+    """The policy's loss on human texts less SFT's, nats per token; None without such texts."""
+    policy, sft = (metrics[name].get("ppl_human") for name in ("ppo", "sft"))
+    return math.log(policy / sft) if policy and sft else None
 
 
 def write_samples_and_manifest(

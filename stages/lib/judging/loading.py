@@ -68,7 +68,7 @@ def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
         base: loads the model before SFT.
 
     Raises:
-        BadInput: a function or a model does not exist.
+        BadInput: a function or a model does not exist, or `fluency` lacks demonstrations.
     """
     return Jury(
         {
@@ -95,6 +95,8 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
     if named == FLUENCY:
         data = stage_dir(round_, "prepare") / "data"
         people = read_rows(Demonstration, data / "sft_eval.jsonl")
+        if not people:
+            params.check_demonstrations_not_needed()
         tokenizer = load_tokenizer(ASSETS / "model")
         nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
         return PointwiseJudge(named, garbledness(nll, people), 0.0)

@@ -445,7 +445,8 @@ class Rewards:
 
         Args:
             ppo: weights, clip range and penalties.
-            calibrated: (B,) calibrated scores of the reward stage's model.
+            calibrated: (B,) calibrated scores of the reward stage's model; without one, anything
+                finite, since its weight is 0.
             parts: (B,) scores of the further rewards, by name.
             ended: (B,) bool, an end token was sampled.
             lengths: (B,) tokens per response.
@@ -465,6 +466,11 @@ class Rewards:
             length_penalty=ppo.length_penalty,
             free_length=ppo.free_length,
         )
+
+    def weighted_sum(self, parts: Mapping[str, Sequence[float]]) -> Tensor:
+        """(B,) the score without a reward model: that of the further rewards together."""
+        columns = [self.weights[name] * torch.tensor(scores) for name, scores in parts.items()]
+        return torch.stack(columns).sum(0)
 
     def expect_model(self, name: str, model: str) -> None:
         """Refuse all replies of a server that state another model."""
