@@ -343,8 +343,7 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
         metrics = read_metrics(name, "evaluate", locks)
         jury = metrics.get("jury", {})
         votes = [
-            f"{judge} {metrics[f'win_rate_{judge}']:.3f}"
-            + (f" ({ties:.0%} ties)" if (ties := values.get("tie_share")) is not None else "")
+            f"{judge} {metrics[f'win_rate_{judge}']:.3f}{reliability(values)}"
             for judge, values in jury.get("alone", {}).items()
             if metrics.get(f"win_rate_{judge}") is not None
         ]
@@ -359,6 +358,15 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
     source = ASSETS / "data/SOURCE.txt"
     notes = read_text(source, restore(source)).splitlines() if source.exists() else []
     return [*lines, *(note for note in notes if note.startswith("Labels: "))]
+
+
+def reliability(judge: Mapping[str, Any]) -> str:
+    """How often a judge called a tie, and how many of its answers were no verdict."""
+    ties, unreadable = judge.get("tie_share"), judge.get("unparsable")
+    shown = [] if ties is None else [f"{ties:.0%} ties"]
+    if unreadable:
+        shown.append(f"{unreadable} of {judge['comparisons']} comparisons without readable answers")
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any], locks: Locks) -> str:

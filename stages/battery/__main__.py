@@ -49,7 +49,6 @@ from stages.lib.core.params import Params
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import (
     SIDES,
-    Demonstration,
     PreferencePair,
     RewardScores,
     TrainingPrompt,
@@ -58,7 +57,7 @@ from stages.lib.core.rows import (
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
-from stages.lib.data.splits import calibration_sample, dedupe_prompts, shuffled
+from stages.lib.data.splits import calibration_demonstrations, dedupe_prompts, shuffled
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
@@ -88,9 +87,7 @@ def try_reward_model(params: Params, round_: str) -> None:
     for manifest in (sft / "manifest.json", reward / "manifest.json"):
         check_template(manifest, tokenizer, params.prepare.prompt_format)
     scorer = RewardScorer(reward / "model", tokenizer, params)
-    demonstrations = calibration_sample(
-        read_rows(Demonstration, data / "sft_eval.jsonl"), params.seed
-    )
+    demonstrations = calibration_demonstrations(round_, params.seed)
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
     held_out, pair_scores = scored_pairs(data, reward)
     judge = load_primary_judge(params, round_)

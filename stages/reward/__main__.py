@@ -35,7 +35,7 @@ from stages.lib.data.lengths import (
     tokenize_fitting,
 )
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.data.splits import calibration_sample, prompt_key
+from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     load_sequence_classifier,
@@ -45,7 +45,7 @@ from stages.lib.lm.loading import (
     training_model_params,
 )
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import calibrate_scores, reward_scores
+from stages.lib.lm.scoring import calibrate_scores, reward_scores, set_calibration
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
@@ -56,7 +56,6 @@ from stages.reward.saving import (
     join_ensemble,
     reload_difference,
     save_ensemble,
-    set_calibration,
 )
 
 RELOAD_ROWS = 32
@@ -227,14 +226,6 @@ def save_manifest(
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         **facts,
     )
-
-
-def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
-    """Held-out demonstrations: no model was trained on them, and they are the same in every round,
-    so that the unit of the scores is.
-    """
-    path = stage_dir(round_, "prepare") / "data/sft_eval.jsonl"
-    return calibration_sample(read_rows(Demonstration, path), seed)
 
 
 def train_judge(

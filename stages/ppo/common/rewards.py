@@ -41,7 +41,7 @@ from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.responses import Response
-from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.scoring import RewardScorer, is_calibrated
 
 SERVED = "ppo.reward_url"  # the name of the reward stage's model, if it is served
 REASON_CHARACTERS = 300
@@ -551,7 +551,7 @@ class ModelReward:
 
     def scores(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
         scorer = self.scorer
-        if hasattr(scorer.model.config, "mean"):
+        if is_calibrated(scorer.model):
             return scorer(prompts, texts)
         raw: list[float] = scorer.raw(scorer.encode(prompts, texts)).tolist()
         return raw

@@ -89,14 +89,16 @@ class Params(PolicySections):
             f"evaluate.judges has {named}": section
             for named, section in self.language_models().items()
         }
+        by_principles = "annotate.constitution is set"  # in place of a rubric
         if self.annotate.asks_language_model:
-            key = "constitution is set" if self.annotate.constitution else "judge is endpoint"
-            required[f"annotate.{key}"] = ("annotate.endpoint", self.annotate.endpoint)
+            reason = by_principles if self.annotate.constitution else "annotate.judge is endpoint"
+            required[reason] = ("annotate.endpoint", self.annotate.endpoint)
         for reason, (key, endpoint) in required.items():
-            if missing := [
-                f"{key}.{name}" for name in ("base_url", "model") if getattr(endpoint, name) is None
-            ]:
-                raise ValueError(f"{reason}: set {' and '.join(missing)} (docs/annotate.md)")
+            names = ["base_url", "model", *([] if reason is by_principles else ["rubric"])]
+            if missing := [f"{key}.{name}" for name in names if getattr(endpoint, name) is None]:
+                raise ValueError(
+                    f"{reason}: set {' and '.join(missing)} (docs/annotate.md has examples)"
+                )
         for named in self.evaluate.judges:
             if (
                 named.startswith(f"{JudgeName.endpoint.value}:")

@@ -126,7 +126,7 @@ def test_a_language_model_as_the_only_judge(make_round, chat_server, monkeypatch
         return prefers(len(a) > len(b), len(a) <= len(b))
 
     chat_server.answer = answer
-    annotate = {"endpoint": {"base_url": chat_server.url, "model": "long"}}
+    annotate = {"endpoint": {"base_url": chat_server.url, "model": "long", "rubric": "Long."}}
     params = with_judges(make_round("r0", 1.0), ["endpoint"], annotate=annotate)
     metrics = run_stages(params)
     policy = metrics["evaluate"]["ppo"]
@@ -177,8 +177,8 @@ def test_a_judge_that_is_trained_after_sft_is_not_asked_by_sft(make_round):
 
 def test_stages_run_again_for_another_primary_judge_and_not_for_another_second_one(tmp_path):
     def recorded(judges: list[str], **endpoint: object) -> bytes:
-        section = {"base_url": "http://127.0.0.1:1/v1", "model": "m"} | endpoint
-        settings = {"evaluate": {"judges": judges}, "annotate": {"endpoint": section}}
+        section = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "Be fair."}
+        settings = {"evaluate": {"judges": judges}, "annotate": {"endpoint": section | endpoint}}
         inputs(check_params(settings, "test"), "r0")
         return (INPUTS / "primary_judge.json").read_bytes()
 
