@@ -33,6 +33,7 @@ from stages.evaluate.results import (
 )
 from stages.lib.core.champion import load_champion
 from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
+from stages.lib.core.judge_answers import record_answers
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
@@ -128,6 +129,7 @@ def main(params: Params, round_: str) -> None:
         "overoptimisation": overoptimisation(fitted_points(curve)),
         "evaluation_id": evaluation_id(settings),
     }
+    record_answers(round_, asked=bool(params.language_models()))
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
 
