@@ -12,6 +12,7 @@ from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main as evaluate
 from stages.evaluate.checkpoint import main as evaluate_checkpoint
 from stages.lib.core.files import read_json, read_jsonl
+from stages.lib.core.judge_answers import answers_are_gone, cache_id
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.rows import SIDES
 from stages.lib.core.types import Metrics
@@ -131,6 +132,8 @@ def test_a_language_model_as_the_only_judge(make_round, chat_server, monkeypatch
     metrics = run_stages(params)
     policy = metrics["evaluate"]["ppo"]
     assert policy["judge_score"] == metrics["evaluate"]["win_rate_endpoint"]
+    mark = read_json(Path(".rondo/work/r0/evaluate/answers.json"))
+    assert mark == {"cache": cache_id()} and not answers_are_gone("evaluate@r0")
     assert metrics["evaluate"]["sft"]["judge_score"] == 0.5
     assert metrics["battery"]["judge_correlation"] is None
     assert metrics["ppo"]["validation_judge_score_before"] == 0.5
