@@ -385,7 +385,9 @@ def test_an_evaluation_whose_answers_were_deleted_runs_again(project: Path) -> N
         if answers:
             answers(JUDGE_CACHE).table.close()
         assert dvc_stages.order_and_changes(["r0"])[1] == {"evaluate@r0"}
-        assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.ran
+        lines: list[str] = []
+        assert dvc_stages.run("evaluate@r0", lines.append) == dvc_stages.Outcome.ran
+        assert "[evaluate@r0] step 3/3  eta 0:00" in lines
     record_answers("r0", asked=True)
     assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
     # a clone that has never asked takes the results as they are
