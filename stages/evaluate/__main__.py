@@ -129,7 +129,7 @@ def main(params: Params, round_: str) -> None:
         "overoptimisation": overoptimisation(fitted_points(curve)),
         "evaluation_id": evaluation_id(settings),
     }
-    record_answers(round_, asked=bool(params.language_models()))
+    record_answers(round_, has_answers=bool(params.language_models()))
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
 

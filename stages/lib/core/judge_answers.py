@@ -36,9 +36,9 @@ def _mark(round_: str) -> Path:
     return work_dir(round_, EVALUATE) / "answers.json"
 
 
-def record_answers(round_: str, asked: bool) -> None:
-    """Record the cache with the answers of an evaluation; asked: a language model is a judge."""
-    if asked:
+def record_answers(round_: str, has_answers: bool) -> None:
+    """Record the cache with the answers of an evaluation; has_answers: a language model is a judge."""
+    if has_answers:
         write_json(_mark(round_), {"cache": cache_id()})
     else:
         _mark(round_).unlink(missing_ok=True)

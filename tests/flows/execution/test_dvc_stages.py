@@ -376,7 +376,7 @@ def test_an_evaluation_whose_answers_were_deleted_runs_again(project: Path) -> N
     """It is neither unchanged nor restored from DVC's cache of runs."""
     assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
     AnswerCache(JUDGE_CACHE).table.close()
-    record_answers("r0", asked=True)
+    record_answers("r0", has_answers=True)
     AnswerCache(JUDGE_CACHE).table.close()  # as the next stage that asks opens it
     assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
     assert dvc_stages.order_and_changes(["r0"])[1] == set()
@@ -388,9 +388,9 @@ def test_an_evaluation_whose_answers_were_deleted_runs_again(project: Path) -> N
         lines: list[str] = []
         assert dvc_stages.run("evaluate@r0", lines.append) == dvc_stages.Outcome.ran
         assert "[evaluate@r0] step 3/3  eta 0:00" in lines
-    record_answers("r0", asked=True)
+    record_answers("r0", has_answers=True)
     assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
     # a clone that has never asked takes the results as they are
     shutil.rmtree(JUDGE_CACHE)
-    record_answers("r0", asked=False)
+    record_answers("r0", has_answers=False)
     assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
