@@ -37,7 +37,10 @@ def _mark(round_: str) -> Path:
 
 
 def record_answers(round_: str, has_answers: bool) -> None:
-    """Record the cache with the answers of an evaluation; has_answers: a language model is a judge."""
+    """Record the cache with the answers of an evaluation.
+
+    has_answers: a language model is among its judges.
+    """
     if has_answers:
         write_json(_mark(round_), {"cache": cache_id()})
     else:
