@@ -76,7 +76,7 @@ def list_all(
             case.cause.value,
             case.state.value,
             "  ".join(retests),
-            f"{case.score:+.2f}",
+            "-" if case.score is None else f"{case.score:+.2f}",
             OUTCOMES[case.votes[JURY]] if JURY in case.votes else "-",
             ascii(case.response)[1:-1][:SHOWN_CHARACTERS],
         )

@@ -43,6 +43,7 @@ from stages.lib.core.files import (
     stage_dir,
     work_dir,
 )
+from stages.lib.core.judge_answers import answers_are_gone
 from stages.lib.core.progress import progress, reporting
 from stages.lib.core.reading import read_yaml
 
@@ -143,6 +144,8 @@ def graph_and_changes(rounds: Collection[str]) -> tuple[Any, dict[str, Any]]:
         for stage in index.stages:
             if stage.addressing != INPUTS and split_address(stage.addressing)[1] in ("", *rounds):
                 by_address |= stage.status(check_updates=True)
+                if answers_are_gone(stage.addressing):
+                    by_address.setdefault(stage.addressing, ["answers of a language model"])
     return graph, by_address
 
 
@@ -237,7 +240,7 @@ def run(
         with open_repo() as repo, repo.lock:
             (stage,) = repo.stage.collect(address)
             remove_temporaries(stage)
-            if not stage.status(check_updates=True):
+            if not (stage.status(check_updates=True) or answers_are_gone(address)):
                 return Outcome.unchanged
             repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)

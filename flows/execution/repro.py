@@ -18,6 +18,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from flows.core.locks import LOCK, read_lock_file
 from stages.lib.core.errors import RondoError, chain_of, print_failure, typed
 from stages.lib.core.files import write_text
+from stages.lib.core.judge_answers import answers_are_gone
 
 EXIT_CODE = re.compile(r"exited with (-?\d+)$")
 
@@ -70,7 +71,8 @@ def reproduce(address: str) -> None:
     # lock for longer, and the outputs of a stage that cannot be recorded are lost.
     with Repo(".", _wait_for_lock=True) as repo, lock_repo(repo), repo.scm_context(quiet=True):
         (stage,) = repo.stage.collect(address)
-        if stage.reproduce():
+        # with the answers, DVC's cache of runs is out of date, too
+        if stage.reproduce(force=answers_are_gone(address)):
             record(stage)
 
 

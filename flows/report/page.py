@@ -94,7 +94,7 @@ def pictures(results: RoundResults) -> dict[str, list[Markup]]:
 def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
     """Rates of the reward model's test battery, with the thresholds of its gate."""
     metrics, gate = results.metrics["battery"], params.gates.reward
-    if not metrics:
+    if "endings" not in metrics:  # not reached, or nothing was measured
         return []
     endings = {
         repr(text): rate(row, "against_judge")
@@ -159,11 +159,11 @@ def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
 
     kl, judge_label = column("kl"), "primary judge, with its 95% interval"
     intervals = {judge_label: (column("judge_score_low"), column("judge_score_high"))}
-    series = {
-        judge_label: (kl, column("judge_score")),
-        f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in column("score")]),
-        "distinct-2": (kl, column("distinct_2")),
-    }
+    series = {judge_label: (kl, column("judge_score"))}
+    if "score" in curve:  # there is a reward model
+        scores = [value / REWARD_SCALE for value in column("score")]
+        series[f"reward model / {REWARD_SCALE}"] = kl, scores
+    series["distinct-2"] = kl, column("distinct_2")
     title = "Judge score and reward score, SFT to the policy"
     return [
         charts.lines(title, series, "KL, nats per sequence", "", dots=True, intervals=intervals)

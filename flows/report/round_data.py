@@ -39,11 +39,12 @@ class Verdict:
     may_continue: bool
     outcome: str
     checks: Sequence[Metrics]
+    judged: bool = True
 
     @property
     def mark(self) -> tuple[str, str]:
         """Its CSS class and its sign on the page."""
-        if self.passed is None:
+        if self.passed is None or not self.judged:
             return "", "-"
         return (
             ("good", "✓") if self.passed else ("warn", "!") if self.may_continue else ("bad", "✗")
@@ -126,6 +127,7 @@ def verdict_of(gate: str, result: Metrics | None) -> Verdict:
         result["may_continue"],
         summary.outcome(result),
         sorted(result["checks"], key=lambda check: check["passed"]),
+        "not_judged" not in result,
     )
 
 

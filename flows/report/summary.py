@@ -56,6 +56,7 @@ STAGES = (
 )
 NOT_COMPARABLE = "†"  # marks a row of another evaluation than the first, †† of a third one
 CHAMPION = "evaluate.win_rate_champion_low"
+PASSED = "passed"  # the outcome of a gate
 EQUAL_KL = "win_rate_champion_equal_kl"
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}
 
@@ -284,7 +285,7 @@ def verdict_lines(rounds: list[str], locks: Locks) -> list[str]:
         not_passed = "".join(
             f"; {gate} gate: {outcome(result)}"
             for gate, result in results.items()
-            if gate != failed_gate and not result["passed"]
+            if gate != failed_gate and outcome(result) != PASSED
         )
         if failed_gate:
             failed = results[failed_gate]
@@ -342,8 +343,7 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
         metrics = read_metrics(name, "evaluate", locks)
         jury = metrics.get("jury", {})
         votes = [
-            f"{judge} {metrics[f'win_rate_{judge}']:.3f}"
-            + (f" ({ties:.0%} ties)" if (ties := values.get("tie_share")) is not None else "")
+            f"{judge} {metrics[f'win_rate_{judge}']:.3f}{reliability(values)}"
             for judge, values in jury.get("alone", {}).items()
             if metrics.get(f"win_rate_{judge}") is not None
         ]
@@ -360,6 +360,15 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
     return [*lines, *(note for note in notes if note.startswith("Labels: "))]
 
 
+def reliability(judge: Mapping[str, Any]) -> str:
+    """How often a judge called a tie, and how many of its answers were no verdict."""
+    ties, unreadable = judge.get("tie_share"), judge.get("unparsable")
+    shown = [] if ties is None else [f"{ties:.0%} ties"]
+    if unreadable:
+        shown.append(f"{unreadable} of {judge['comparisons']} comparisons without readable answers")
+    return f" ({', '.join(shown)})" if shown else ""
+
+
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any], locks: Locks) -> str:
     """The model at fault; none if the policy only failed the check against the champion."""
     if {check["metric"] for check in verdict["checks"] if not check["passed"]} == {CHAMPION}:
@@ -374,9 +383,13 @@ def algorithm(round_: str, locks: Locks) -> str:
 
 
 def outcome(verdict: Mapping[str, Any]) -> str:
-    """How a gate ended: passed, or its failed checks with who approved or refused them and why."""
+    """How a gate ended: passed, not judged and why, or its failed checks with who approved or
+    refused them and why.
+    """
+    if reason := verdict.get("not_judged"):
+        return f"not judged ({reason})"
     if verdict["passed"]:
-        return "passed"
+        return PASSED
     failed = ", ".join(format_check(check) for check in verdict["checks"] if not check["passed"])
     if approval := verdict["approval"]:
         decision = "approved" if approval["approved"] else "refused"

@@ -7,7 +7,7 @@ from flows.core.locks import read_lock
 from flows.execution.dvc_stages import open_repo
 from stages.gate.verdict import evaluate_gate, format_check, passed_or_approved
 from stages.lib.core.errors import BadInput, GateFailed
-from stages.lib.core.files import file_hash, read_json, stage_dir
+from stages.lib.core.files import file_hash, is_placeholder, read_json, stage_dir
 from stages.lib.core.params import Params
 
 NOT_JUDGED = "not judged"
@@ -47,6 +47,11 @@ def find_model(params: Params, round_: str, allow_failed: bool = False) -> Serve
     folder, command = stage_dir(round_, "reward"), f"dvc repro gate_reward@{round_}"
     allow = "to serve it all the same, add --allow-failed"
     manifest = read_json(folder / "manifest.json", command)
+    if is_placeholder(folder / "model"):
+        raise BadInput(
+            f"{folder / 'model'}: {round_} has no reward model, since its data have no preference "
+            "pairs: add pairs (docs/data.md) and run it again"
+        )
     gate, failed = NOT_JUDGED, []
     if changed := changed_since_battery(round_):
         if not allow_failed:

@@ -26,6 +26,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import (
     REPORTS,
     file_hash,
+    is_placeholder,
     json_hash,
     metric_name,
     read_json,
@@ -363,6 +364,8 @@ def trained_models(
         kinds = {"ppo": {Upload.policy}}
         kinds |= {folder.name: {Upload.checkpoints} for folder in folders}
     elif stage == "reward":
+        if is_placeholder(stage_dir(round_, "reward") / "model"):
+            return []
         kinds = {"reward": {Upload.reward}}
     elif stage == "sft":
         # policies are adapters of it

@@ -4,7 +4,8 @@ Accuracy per slice, the score scale that PPO starts from, best-of-n, corrupted t
 endings. Reads the data of prepare, the SFT model, and the reward model with its `scores.jsonl`;
 after the first round also the rollouts of the previous round's PPO, for phrases to try. Writes
 metrics.json, samples.jsonl, the tables probes.csv, accuracy.csv and scores.csv, and curves.csv
-(best-of-n) to rounds/<round>/battery. The gate `reward` reads metrics.json.
+(best-of-n) to rounds/<round>/battery. The gate `reward` reads metrics.json. Without a reward model
+there is nothing to test, and the files have no rows.
 
 Run: `python -m stages.battery --round r0`.
 """
@@ -43,12 +44,11 @@ from stages.battery.report import (
     worst_failures,
     write_plots,
 )
-from stages.lib.core.files import stage_dir, write_jsonl
+from stages.lib.core.files import is_placeholder, stage_dir, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import (
     SIDES,
-    Demonstration,
     PreferencePair,
     RewardScores,
     TrainingPrompt,
@@ -57,7 +57,7 @@ from stages.lib.core.rows import (
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
-from stages.lib.data.splits import calibration_sample, dedupe_prompts, shuffled
+from stages.lib.data.splits import calibration_demonstrations, dedupe_prompts, shuffled
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
@@ -69,8 +69,15 @@ SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
 
 
 def main(params: Params, round_: str) -> None:
-    # 1. the models, and the held-out pairs with the scores that the reward stage wrote
     setup_torch(params)
+    if is_placeholder(stage_dir(round_, "reward") / "model"):
+        write_nothing_tested(params, round_)
+    else:
+        try_reward_model(params, round_)
+
+
+def try_reward_model(params: Params, round_: str) -> None:
+    # 1. the models, and the held-out pairs with the scores that the reward stage wrote
     check_unchanged("primary_judge", params)
     config, folder = params.battery, stage_dir(round_, "battery")
     data = stage_dir(round_, "prepare") / "data"
@@ -80,9 +87,7 @@ def main(params: Params, round_: str) -> None:
     for manifest in (sft / "manifest.json", reward / "manifest.json"):
         check_template(manifest, tokenizer, params.prepare.prompt_format)
     scorer = RewardScorer(reward / "model", tokenizer, params)
-    demonstrations = calibration_sample(
-        read_rows(Demonstration, data / "sft_eval.jsonl"), params.seed
-    )
+    demonstrations = calibration_demonstrations(round_, params.seed)
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
     held_out, pair_scores = scored_pairs(data, reward)
     judge = load_primary_judge(params, round_)
@@ -148,6 +153,20 @@ def main(params: Params, round_: str) -> None:
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {format_metric(metrics[name])}" for name in SUMMARY)
     print(f"[battery@{round_}] {summary}", flush=True)
+
+
+def write_nothing_tested(params: Params, round_: str) -> None:
+    """The files of the stage if there is no reward model."""
+    if not world.is_main():
+        return
+    folder, reason = stage_dir(round_, "battery"), "not measured: there is no reward model"
+    recorder = MetricLogger("battery", round_)
+    write_jsonl(folder / "samples.jsonl", [])
+    write_plots(folder, {"accuracy": {}}, {}, {})
+    inputs = [stage_dir(round_, "reward") / "model"]
+    write_manifest("battery", round_, seed=params.seed, inputs=inputs)
+    recorder.finish({NOT_MEASURED: reason})
+    print(f"[battery@{round_}] {reason}", flush=True)
 
 
 def scored_pairs(

@@ -33,6 +33,7 @@ from stages.evaluate.results import (
 )
 from stages.lib.core.champion import load_champion
 from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
+from stages.lib.core.judge_answers import record_answers
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
@@ -50,7 +51,7 @@ NO_CHAMPION = dict.fromkeys(
 )
 CURVE = (
     *("kl", "kl_per_token", "judge_score", "judge_score_low", "judge_score_high"),
-    *("score", "distinct_2"),
+    *("score", "distinct_2"),  # no score without a reward model
 )
 
 
@@ -118,7 +119,7 @@ def main(params: Params, round_: str) -> None:
     write_samples_and_manifest(results, round_, settings)
     final = {
         **metrics,
-        "human_nll_rise": math.log(metrics["ppo"]["ppl_human"] / metrics["sft"]["ppl_human"]),
+        "human_nll_rise": human_nll_rise(metrics),
         "checkpoints": checkpoint_metrics,
         "champion_round": champion.round if champion else None,
         **NO_CHAMPION,
@@ -128,6 +129,7 @@ def main(params: Params, round_: str) -> None:
         "overoptimisation": overoptimisation(fitted_points(curve)),
         "evaluation_id": evaluation_id(settings),
     }
+    record_answers(round_, has_answers=bool(params.language_models()))
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
 
@@ -153,7 +155,7 @@ def curve_point(
     """A policy on the curve of reward score and judges against KL; scale: of the update's policy,
     towards SFT (stages/lib/lm/interpolation.py).
     """
-    return {name: metrics[name] for name in CURVE} | {
+    return {name: metrics[name] for name in CURVE if name in metrics} | {
         "step": update,
         "scale": scale,
         "sqrt_kl": distance(metrics["kl"]),
@@ -162,7 +164,15 @@ def curve_point(
 
 
 def fitted_points(curve: list[dict[str, float]]) -> list[Point]:
-    return [Point(int(one["step"]), one["kl"], one["score"], one["judge_score"]) for one in curve]
+    return [
+        Point(int(one["step"]), one["kl"], one.get("score"), one["judge_score"]) for one in curve
+    ]
+
+
+def human_nll_rise(metrics: dict[str, dict[str, float]]) -> float | None:
+    """The policy's loss on human texts less SFT's, nats per token; None without such texts."""
+    policy, sft = (metrics[name].get("ppl_human") for name in ("ppo", "sft"))
+    return math.log(policy / sft) if policy and sft else None
 
 
 def write_samples_and_manifest(

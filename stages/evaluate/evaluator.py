@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.lib.core.champion import anchor_path
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
@@ -35,7 +35,8 @@ OneSamplePerPrompt = list[Sample]  # in the order of the prompts
 
 
 class Evaluator:
-    """The frozen prompts, the SFT model that KL is measured from, and this round's reward model.
+    """The frozen prompts, the SFT model that KL is measured from, and this round's reward model, if
+    there is one.
 
     `sample` and `sample_all` evaluate one model.
     """
@@ -57,8 +58,10 @@ class Evaluator:
         anchor = anchor_path(round_)
         same = anchor == self.sft_path
         self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
-        check_vocabulary(self.reward_path, self.tokenizer)
-        self.reward = load_reward_model(self.reward_path, params.model)
+        self.reward = None
+        if not is_placeholder(self.reward_path):
+            check_vocabulary(self.reward_path, self.tokenizer)
+            self.reward = load_reward_model(self.reward_path, params.model)
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""
@@ -86,6 +89,6 @@ class Evaluator:
         ]
 
     def perplexity(self, model: Any) -> float:
-        """exp of the mean loss (nats per token) on the held-out human completions."""
+        """exp of the mean loss (nats per token) on the held-out human completions (one or more)."""
         logprobs = token_logprobs(model, *self.human)
         return math.exp(-float(torch.cat(logprobs).mean()))

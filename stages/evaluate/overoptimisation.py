@@ -19,12 +19,13 @@ MAX_EXTRAPOLATION = 2  # times the largest measured KL: a peak further away is a
 class Point(NamedTuple):
     """A policy after `update` PPO updates.
 
-    kl: nats per sequence from SFT. proxy: calibrated reward score. gold: the judge score.
+    kl: nats per sequence from SFT. proxy: calibrated reward score; None without a reward model.
+    gold: the judge score.
     """
 
     update: int
     kl: float
-    proxy: float
+    proxy: float | None
     gold: float
 
 
@@ -45,7 +46,7 @@ def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
         one distance. `peak_kl`: of the fit; null if it has no maximum, or only beyond twice the
         largest measured KL. `measured_peak_*`: the point with the highest gold, SFT included.
         `gold_after_peak`, `proxy_after_peak`: the change from that point to the one with the
-        largest KL; gold falling while the proxy rises is over-optimisation.
+        largest KL; gold falling while the proxy rises is over-optimisation. Null without a proxy.
     """
     best = max(points, key=lambda point: point.gold)
     furthest = max(points, key=lambda point: point.kl)
@@ -65,7 +66,9 @@ def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
         "measured_peak_kl": best.kl,
         "measured_peak_update": best.update,
         "gold_after_peak": furthest.gold - best.gold,
-        "proxy_after_peak": furthest.proxy - best.proxy,
+        "proxy_after_peak": None
+        if furthest.proxy is None or best.proxy is None
+        else furthest.proxy - best.proxy,
     }
 
 

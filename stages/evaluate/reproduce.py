@@ -81,8 +81,8 @@ def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt, exac
         raise RondoError(
             f"evaluate: in a fresh process the policy differs on {len(differing)} of "
             f"{len(first)} prompts, first on {differing[0]}: "
-            f"{a.text!r} (score {a.score:.4f}, KL {a.kl:.4f}) and then "
-            f"{b.text!r} (score {b.score:.4f}, KL {b.kl:.4f}). "
+            f"{a.text!r} (score {a.score}, KL {a.kl:.4f}) and then "
+            f"{b.text!r} (score {b.score}, KL {b.kl:.4f}). "
             "Look for a source of randomness without a seed, or files that changed meanwhile"
         )
     return compared
@@ -96,7 +96,11 @@ def are_close(a: Sample, b: Sample) -> bool:
     """Whether score, KL and log-probability differ by at most TOLERANCE, absolute or relative."""
     return all(
         math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        for x, y in ((a.score, b.score), (a.kl, b.kl), (a.ref_logprob, b.ref_logprob))
+        for x, y in (
+            (a.score or 0.0, b.score or 0.0),  # both None without a reward model
+            (a.kl, b.kl),
+            (a.ref_logprob, b.ref_logprob),
+        )
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt
+from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.lib.core.champion import Champion
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
@@ -32,14 +32,15 @@ from stages.lib.metrics.text import distinct_n, repetition_n
 
 
 def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
-    """Means over all samples.
+    """Means over all samples; none of `score` without a reward model.
 
     distinct_2 is counted across the prompts of one pass, then averaged: counted across all passes
     it would fall with their number.
     """
     samples = [sample for one_pass in passes for sample in one_pass]
+    scores = known_scores(samples)
     values = {
-        "score": [s.score for s in samples],
+        **({"score": scores} if scores else {}),
         "kl": [s.kl for s in samples],
         "kl_anchor": [s.kl_anchor for s in samples],
         "length": [float(len(s.tokens)) for s in samples],
@@ -50,6 +51,11 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
     means = {name: mean(column) for name, column in values.items()}
     means["nll"] = -sum(s.ref_logprob for s in samples) / sum(len(s.tokens) for s in samples)
     return means
+
+
+def known_scores(samples: Sequence[Sample]) -> list[float]:
+    """The reward model's score of each sample; [] if there is no reward model."""
+    return [sample.score for sample in samples if sample.score is not None]
 
 
 def paired_outcomes(
@@ -112,10 +118,10 @@ class ModelResults:
         metrics = self.metrics[name] = describe(passes)
         # over the length of SFT's responses, which is the first model
         metrics["kl_per_token"] = metrics["kl"] / self.metrics.get("sft", metrics)["length"]
-        if name in ("base", "sft"):
+        if name in ("base", "sft") and self.evaluator.people:
             loss = self.losses["loss_before" if name == "base" else "loss_after"]
             metrics["ppl_human"] = math.exp(loss)
-        if name == "ppo":
+        if name == "ppo" and self.evaluator.people:
             metrics["ppl_human"] = self.evaluator.perplexity(model)
         prompts, judge = self.evaluator.prompts, self.jury.primary
         scores = [judge.scores(prompts, [s.text for s in one_pass]) for one_pass in passes]
@@ -129,12 +135,12 @@ class ModelResults:
         """Record judge scores by pass and prompt, and how they go with the reward scores."""
         self.judge_scores[name], metrics = scores, self.metrics[name]
         values = [score for one_pass in scores for score in one_pass]
-        rewards = [s.score for one_pass in self.samples[name] for s in one_pass][: len(values)]
+        rewards = known_scores([s for one_pass in self.samples[name] for s in one_pass])
         metrics |= with_interval(
             "judge_score", interval_over_prompts(scores, self.evaluator.params)
         )
         # falls towards 0 if the policy has learnt to please the reward model alone
-        correlation = pearson(rewards, values)
+        correlation = pearson(rewards[: len(values)], values) if rewards else None
         if correlation is not None:
             metrics["score_judge_correlation"] = correlation
 
@@ -198,7 +204,9 @@ def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[Evalu
             passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
             if number < len(passes):
                 sample = passes[number][index]
-                columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
+                columns[name] = sample.text
+                if sample.score is not None:
+                    columns[f"{name}_score"] = round(sample.score, 4)
             if number < len(judge_scores):
                 columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
         return cast(EvaluationSample, columns)

@@ -4,8 +4,8 @@ A gate passes if each number is within its threshold (stages/lib/thresholds). If
 continues only if gates.<gate>.policy is `warn`, or if it is `ask` and a person has approved these
 very numbers. In these cases gates/<round>/<gate>.ok is written; without it `dvc repro` and the flow
 stop. Nothing depends on `promote`: the next round learns from the failures of this one. The verdict
-is written to reports/<round>/gate_<gate>.json in any case, with the decision `may_continue`. No
-model is loaded here.
+is written to reports/<round>/gate_<gate>.json in any case, with the decision `may_continue`; and
+with `not_judged`, the reason, if its stages measured nothing. No model is loaded here.
 """
 
 import math
@@ -19,7 +19,7 @@ from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.gates import Policy
-from stages.lib.core.recorder import read_metrics
+from stages.lib.core.recorder import NOT_MEASURED, read_metrics
 from stages.lib.thresholds import THRESHOLDS
 from stages.lib.thresholds.form import Threshold
 
@@ -43,23 +43,34 @@ def look_up(metrics: Any, name: str) -> Any:
 def metric_value(metrics: Any, metric: str) -> float | None:
     """A metric, or the difference of two.
 
-    NaN, which passes no threshold, if one is missing or not a number; None if its stage wrote null.
+    NaN, which passes no threshold, if one is missing or not a number; None if its stage wrote null,
+    or measured nothing.
     """
     values = [look_up(metrics, name) for name in metric.split(" - ")]
-    if None in values:
+    if None in values or why_not_measured(metrics, metric):
         return None
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return math.nan
     return float(values[0] - sum(values[1:]))
 
 
+def why_not_measured(metrics: Any, metric: str) -> str:
+    """Why the stage of a metric measured nothing; empty if it did measure."""
+    stages = (name.partition(".")[0] for name in metric.split(" - "))
+    reasons = (metrics.get(stage, {}).get(NOT_MEASURED, "") for stage in stages)
+    return next(filter(None, reasons), "")
+
+
 def check_threshold(
     gate: str, threshold: Threshold, metrics: Any, bound: float, round_: str
 ) -> Check:
-    """One line of the verdict; a NaN or infinite value or bound fails."""
+    """One line of the verdict; a NaN or infinite value or bound fails. What was not measured passes
+    if it may be missing, or its stage measured nothing.
+    """
     value = metric_value(metrics, threshold.metric)
     next_step, passed = threshold.fix.format(round=round_), False
-    if value is None and threshold.optional:
+    not_measured = threshold.optional or why_not_measured(metrics, threshold.metric)
+    if value is None and not_measured:
         next_step, passed = "", True
     elif value is None or not math.isfinite(value) or not math.isfinite(bound):
         value = None
@@ -109,7 +120,14 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
         "may_continue": may_continue,
         "approval": approval.model_dump() if approval else None,
         "checks": checks,
+        **not_judged(metrics),
     }
+
+
+def not_judged(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """{not_judged: the reason} if no stage of a gate measured anything, else {}."""
+    reasons = [values.get(NOT_MEASURED) for values in metrics.values()]
+    return {"not_judged": str(reasons[0])} if all(reasons) else {}
 
 
 def passed_or_approved(verdict: Mapping[str, Any]) -> bool:
@@ -131,6 +149,8 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     for check in verdict["checks"]:
         outcome = "pass" if check["passed"] else "FAIL"
         print(f"[gate_{gate}@{round_}] {outcome}  {format_check(check)}", flush=True)
+    if reason := verdict.get("not_judged"):
+        print(f"[gate_{gate}@{round_}] not judged: {reason}", flush=True)
     if not verdict["may_continue"]:
         failures = [
             f"{format_check(check)}. Next: {check['next_step']}"

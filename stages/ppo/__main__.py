@@ -15,7 +15,7 @@ Run: python -m stages.ppo --round r0
 from statistics import fmean
 
 from stages.lib.core.champion import load_start
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm, Engine
 from stages.lib.core.rows import TrainingPrompt, read_rows
@@ -58,6 +58,8 @@ def main(params: Params, round_: str) -> None:
         check_unchanged(user_input, params)
     # as before SFT: with shorter texts then, SFT did not have to run again
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
+    if is_placeholder(stage_dir(round_, "reward") / "model"):
+        params.check_pairs_not_needed()
     if params.ppo.engine is not Engine.local:
         from stages.ppo.engines.run import main as engine
 

@@ -3,7 +3,8 @@
 Inputs: assets/data or prepare.sources, assets/model (the tokenizer), and the previous round's
 replay/data and prepare/data.
 Outputs: rounds/<round>/prepare/data with three training sets (sft_train, pairs_train,
-prompts_train), three held-out sets (sft_eval, pairs_eval, eval_prompts) and audit.json;
+prompts_train), three held-out sets (sft_eval, pairs_eval, eval_prompts) and audit.json; without a
+reward model pairs may be missing, and demonstrations, too: then their two sets are empty files;
 metrics.json, manifest.json; reports/<round>/data.json and data.html.
 Run: `python -m stages.prepare --round r0`.
 """
@@ -59,6 +60,12 @@ from stages.prepare.tweets import tweet_sets
 
 TWEETS = ASSETS / "data/tweets.tsv"
 EXAMPLES = 3  # rows per set in the report
+NO_SHORTCUTS: dict[str, Any] = {  # without pairs
+    "train_pairs": 0,
+    "held_out_pairs": 0,
+    "rules": [],
+    "words": {"chosen": [], "rejected": []},
+}
 
 
 def main(params: Params, round_: str) -> None:
@@ -83,11 +90,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. drop training rows that contain held-out texts
     clear_leaks(sets, declared_files(params), params.prepare.near_duplicate, audit)
-    if empty := [name for name, rows in sets.items() if not rows]:
-        raise BadInput(
-            f"no rows left for {', '.join(empty)} (dropped: {audit.by_cause()}); add data, or"
-            " change prepare.* in params.yaml"
-        )
+    check_rows_left(sets, params, audit)
 
     # 3. add the previous round's replay to the training sets; no prompt of slices/ may be in them
     train = {name: sets[set_name] for name, set_name in TRAIN.items()}
@@ -191,6 +194,26 @@ def clear_leaks(sets: DataSets, declared: frozenset[str], similarity: float, aud
         sets[name] = audit.drop_leaks(name, rows, leaks[name])
 
 
+def check_rows_left(sets: DataSets, params: Params, audit: Audit) -> None:
+    """Check that no set is empty, but for a kind of rows that the data do not have, neither for
+    training nor held out, and that no setting needs.
+
+    Raises:
+        BadInput: a set is empty.
+    """
+    absent = {kind for kind in TRAIN if not (sets[TRAIN[kind]] or sets[HELD_OUT[kind]])}
+    if "pairs" in absent:
+        params.check_pairs_not_needed()
+    if "sft" in absent:
+        params.check_demonstrations_not_needed()
+    optional = {names[kind] for names in (TRAIN, HELD_OUT) for kind in absent - {"prompts"}}
+    if empty := [name for name, rows in sets.items() if not rows and name not in optional]:
+        raise BadInput(
+            f"no rows left for {', '.join(empty)} (dropped: {audit.by_cause()}); add data, or"
+            " change prepare.* in params.yaml"
+        )
+
+
 def describe(sets: DataSets, seed: int) -> dict[str, Any]:
     """Sizes, lengths, languages and shortcuts of the sets, for the report."""
     train_pairs, held_out_pairs = (
@@ -208,8 +231,8 @@ def describe(sets: DataSets, seed: int) -> dict[str, Any]:
             }
             for name, rows in sets.items()
         },
-        "languages": languages(texts, seed),
-        "shortcuts": shortcuts(train_pairs, held_out_pairs, seed),
+        "languages": languages(texts or sets["prompts_train"], seed),
+        "shortcuts": shortcuts(train_pairs, held_out_pairs, seed) if train_pairs else NO_SHORTCUTS,
     }
 
 
@@ -287,6 +310,8 @@ def merge_replay(
         f"run `{maker(folder)}` again, which drops such rows, or remove them",
     )
 
+    # a kind of rows that the data do not have stays without rows
+    replayed = {name: rows if train[name] else () for name, rows in replayed.items()}
     if max_share == 1:
         return replayed
     # the largest number with added / (own rows + added) <= max_share

@@ -77,7 +77,8 @@ def main(params: Params, round_: str) -> None:
     jury = load_jury(params, round_, base_model(params))
     fresh, sft_texts = fresh_samples(inputs, sampler, jury, seed)
     recorder.log_progress(1, f"{len(fresh)} fresh samples of policy and SFT")
-    samples = rollout_samples(last_third(inputs.rollouts), jury) + fresh
+    late = rollout_samples(last_third(inputs.rollouts), jury, scorer is not None)
+    samples = late + fresh
 
     # 3. exploits: endings frequent in the policy's texts, rare in SFT's, and overpaid
     policy_texts = [sample.response for sample in samples]
@@ -168,12 +169,13 @@ def fresh_samples(
 
 
 def reported_samples(
-    reports: list[Report], scorer: RewardScorer, jury: Jury, round_: str
+    reports: list[Report], scorer: RewardScorer | None, jury: Jury, round_: str
 ) -> list[Badcase]:
-    """What people reported, with the reward model's scores."""
+    """What people reported, with the reward model's scores if there is one."""
     prompts, responses = [row.prompt for row in reports], [row.response for row in reports]
     lexicon = judged_by_lexicon(jury, prompts, responses)
-    return reported_badcases(reports, scorer(prompts, responses), lexicon, round_)
+    scores = scorer(prompts, responses) if scorer else [None] * len(reports)
+    return reported_badcases(reports, scores, lexicon, round_)
 
 
 def collect_badcases(

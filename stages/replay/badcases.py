@@ -48,7 +48,7 @@ class State(str, Enum):
 class Retest(BaseModel, extra="forbid"):
     """A retest by a round's policy: `fired` of `of` new responses fail.
 
-    ranked: whether the round's reward model puts the better answer first.
+    ranked: False if the round's reward model does not put the better answer first.
     """
 
     round: str
@@ -71,9 +71,10 @@ class Badcase(BaseModel, extra="forbid", allow_inf_nan=False):
 
     stage: whose failure it is, the reward model's or the policy's. policy: hash of the weights that
     wrote it. origin: PPO update, `fresh`, or who reported it. score: of its round's reward model,
-    calibrated. kl: nats per sequence from SFT. sft: SFT's response to the prompt. votes: of each
-    judge and the jury against that (1: the response is better, 0.5: a tie). sentiment,
-    sentiment_plain: by the lexicon, if it is a judge. repetition: share of repeated 3-grams.
+    calibrated; None if there is none. kl: nats per sequence from SFT. sft: SFT's response to the
+    prompt. votes: of each judge and the jury against that (1: the response is better, 0.5: a tie).
+    sentiment, sentiment_plain: by the lexicon, if it is a judge. repetition: share of repeated
+    3-grams.
     better: the answer that the reward model has to put first. exploits: endings that it was
     overpaid for. tries: its retests, its own round's first.
     """
@@ -88,7 +89,7 @@ class Badcase(BaseModel, extra="forbid", allow_inf_nan=False):
     prompt_id: str
     prompt: Prompt
     response: str
-    score: float
+    score: float | None
     kl: float | None = None
     ended: bool | None = None
     sentiment: float | None = None

@@ -25,16 +25,17 @@ MAD_TO_STD = 1.4826
 class PolicySample:
     """A response of the policy.
 
-    score: calibrated. kl: nats per sequence. origin: PPO update, `fresh`, or `again` in a retest.
-    rival: the response that the jury compared it with, if it did; SFT's, unless in a retest. votes:
-    the jury's, by judge and `together` (1: this one is better, 0.5: a tie). exploits: those in the
-    response. stripped_score: the score without them. lexicon: its scores, if it is a judge.
+    score: calibrated; None without a reward model. kl: nats per sequence. origin: PPO update,
+    `fresh`, or `again` in a retest. rival: the response that the jury compared it with, if it did;
+    SFT's, unless in a retest. votes: the jury's, by judge and `together` (1: this one is better,
+    0.5: a tie). exploits: those in the response. stripped_score: the score without them. lexicon:
+    its scores, if it is a judge.
     """
 
     prompt_id: str
     prompt: Prompt
     response: str
-    score: float
+    score: float | None
     kl: float
     ended: bool
     origin: int | str
@@ -73,12 +74,15 @@ def badcase_thresholds(params: Params, samples: Iterable[PolicySample]) -> Badca
 
 
 # Each cause returns how bad a sample is (larger is worse), or None if the sample does not fail.
+# Without a reward model, samples of a cause that it would order are equally bad.
 def judge_loses(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    return sample.score if sample.votes.get(JURY) == 0 else None
+    return sample.score or 0.0 if sample.votes.get(JURY) == 0 else None
 
 
 def blind_spot(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     high = limits.replay.score_high
+    if sample.score is None:
+        return None
     lexicon = sample.lexicon
     disliked = lexicon is not None and lexicon.sentiment_plain < limits.replay.sentiment_low
     overpaid = sample.stripped_score is not None and sample.stripped_score < high
@@ -91,7 +95,7 @@ def repetition(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
 
 
 def no_eos(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    return None if sample.ended else sample.score
+    return None if sample.ended else sample.score or 0.0
 
 
 def kl_outlier(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
@@ -146,7 +150,7 @@ def make_badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -
         prompt_id=sample.prompt_id,
         prompt=sample.prompt,
         response=sample.response,
-        score=round(sample.score, 4),
+        score=rounded(sample.score),
         kl=round(sample.kl, 4),
         ended=sample.ended,
         **text_columns(sample.response, sample.lexicon),
@@ -154,6 +158,10 @@ def make_badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -
         sft=sample.rival,
         votes=dict(sample.votes),
     )
+
+
+def rounded(score: float | None) -> float | None:
+    return None if score is None else round(score, 4)
 
 
 def text_columns(response: str, lexicon: LexiconScores | None) -> dict[str, float]:
@@ -164,14 +172,14 @@ def text_columns(response: str, lexicon: LexiconScores | None) -> dict[str, floa
 
 def reported_badcases(
     reports: Sequence[Report],
-    scores: Sequence[float],
+    scores: Sequence[float | None],
     lexicon: Sequence[LexiconScores | None],
     round_: str,
 ) -> list[Badcase]:
     """People's reports as badcases.
 
-    scores: the reward model's calibrated score of each response. lexicon: what the lexicon says of
-    each, if it is a judge.
+    scores: the reward model's calibrated score of each response, if there is one. lexicon: what the
+    lexicon says of each, if it is a judge.
     """
     return [
         Badcase(
@@ -182,7 +190,7 @@ def reported_badcases(
             prompt_id=f"report-{report.id}",
             prompt=report.prompt,
             response=report.response,
-            score=round(score, 4),
+            score=rounded(score),
             **text_columns(report.response, lexicon_scores),
             better=report.better,
             note=report.note,

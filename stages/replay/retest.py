@@ -10,6 +10,7 @@ from typing import Any
 from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.rows import PreferencePair, PromptRow, RewardScores, read_rows
+from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY
 from stages.lib.lm.scoring import RewardScorer
@@ -33,7 +34,7 @@ def retest(
 
     Args:
         samples: for each badcase new responses of `round_`'s policy, with the badcase's exploits.
-        ranked: for each badcase whether the reward model puts the better answer first.
+        ranked: for each badcase False if the reward model does not put the better answer first.
     """
     retests = [
         Retest(
@@ -92,13 +93,18 @@ def resample_and_retest(
     samples = score_without_exploits(samples, [case.exploits for case in repeated], sampler.scorer)
     samples_by_case = [samples[start : start + tries] for start in range(0, len(samples), tries)]
 
-    paired = [case for case in badcases if case.better is not None]
-    prompts = [case.prompt for case in paired]
-    better = sampler.scorer(prompts, [case.better or "" for case in paired])
-    bad = sampler.scorer(prompts, [case.response for case in paired])
-    misranked = {case.id for case, a, b in zip(paired, better, bad, strict=True) if a <= b}
+    misranked = misranked_badcases(badcases, sampler.scorer) if sampler.scorer else set()
     ranked = [case.id not in misranked for case in badcases]
     return retest(badcases, samples_by_case, ranked, limits, round_)
+
+
+def misranked_badcases(badcases: Sequence[Badcase], score: ScoreFunction) -> set[str]:
+    """The ids of those whose better answer the reward model does not put first."""
+    paired = [case for case in badcases if case.better is not None]
+    prompts = [case.prompt for case in paired]
+    better = score(prompts, [case.better or "" for case in paired])
+    bad = score(prompts, [case.response for case in paired])
+    return {case.id for case, a, b in zip(paired, better, bad, strict=True) if a <= b}
 
 
 def repair_metrics(before: list[Badcase], retested: list[Badcase]) -> dict[str, Any]:

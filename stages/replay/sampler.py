@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.rows import PromptRow, RolloutRow
@@ -34,7 +34,9 @@ CandidatesByPrompt = Mapping[str, Sequence[Candidate]]  # by str(prompt)
 
 
 class Sampler:
-    """The policy, its SFT model and the reward model; each call has its own random stream."""
+    """The policy, its SFT model and the reward model, if there is one; each call has its own random
+    stream.
+    """
 
     def __init__(self, params: Params, round_: str) -> None:
         sft = stage_dir(round_, "sft") / "model"
@@ -43,12 +45,16 @@ class Sampler:
         policy = stage_dir(round_, "ppo") / "policy"
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
-        self.scorer = RewardScorer(stage_dir(round_, "reward") / "model", self.tokenizer, params)
+        reward = stage_dir(round_, "reward") / "model"
+        self.scorer = (
+            None if is_placeholder(reward) else RewardScorer(reward, self.tokenizer, params)
+        )
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
         """One scored response of the policy per prompt."""
         responses = self.policy_texts(prompts, seed)
-        return self.respond.scored(responses, self.model, self.reference, self.scorer.model)
+        reward_model = self.scorer.model if self.scorer else None
+        return self.respond.scored(responses, self.model, self.reference, reward_model)
 
     def policy_texts(self, prompts: Sequence[Prompt], seed: int) -> list[Response]:
         """One response of the policy per prompt, not scored."""
@@ -92,7 +98,10 @@ def judged_by_lexicon(
     return [*lexicon_scores(prompts, responses)]
 
 
-def rollout_samples(rows: list[RolloutRow], jury: Jury) -> list[PolicySample]:
+def rollout_samples(
+    rows: list[RolloutRow], jury: Jury, has_reward_model: bool
+) -> list[PolicySample]:
+    """PPO's episodes. Without a reward model their scores are those of other rewards."""
     prompts, responses = [row["prompt"] for row in rows], [row["response"] for row in rows]
     lexicon_rows = judged_by_lexicon(jury, prompts, responses)
     return [
@@ -100,7 +109,7 @@ def rollout_samples(rows: list[RolloutRow], jury: Jury) -> list[PolicySample]:
             prompt_id=row["id"],
             prompt=row["prompt"],
             response=row["response"],
-            score=row["score"],
+            score=row["score"] if has_reward_model else None,
             kl=row["kl"],
             ended=row["finish_reason"] == "stop",
             lexicon=lexicon,
@@ -154,11 +163,11 @@ def compared_samples(
 
 
 def score_without_exploits(
-    samples: list[PolicySample], exploits: Sequence[list[str]], score: ScoreFunction
+    samples: list[PolicySample], exploits: Sequence[list[str]], score: ScoreFunction | None
 ) -> list[PolicySample]:
     """Add to each sample the exploits that it contains, and its score without them.
 
-    exploits: for each sample the exploits to look for.
+    exploits: for each sample the exploits to look for. score: None: there is no reward model.
     """
     contained = [
         tuple(exploit for exploit in suffixes if exploit in sample.response)
@@ -167,7 +176,7 @@ def score_without_exploits(
     indices = [index for index, suffixes in enumerate(contained) if suffixes]
     prompts = [samples[index].prompt for index in indices]
     texts = [strip_exploits(contained[index], samples[index].response) for index in indices]
-    scores = dict(zip(indices, score(prompts, texts), strict=True))
+    scores = dict(zip(indices, score(prompts, texts), strict=True)) if score else {}
     return [
         replace(sample, exploits=contained[index], stripped_score=scores.get(index))
         for index, sample in enumerate(samples)

@@ -1,7 +1,7 @@
 """The reward stage: train the reward model on preference pairs, starting from the SFT model.
 
 A share of the pairs (`reward.judge_share`) trains a second reward model instead, a judge of the
-evaluate stage that PPO never optimises.
+evaluate stage that PPO never optimises. Without pairs there is no reward model.
 
 Inputs: rounds/<round>/{prepare,annotate}/data, rounds/<round>/sft, assets/model; with
 `reward.init_from: previous` also the previous round's reward models.
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
-from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import TokenIds
@@ -35,7 +35,7 @@ from stages.lib.data.lengths import (
     tokenize_fitting,
 )
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.data.splits import calibration_sample, prompt_key
+from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     load_sequence_classifier,
@@ -45,7 +45,7 @@ from stages.lib.lm.loading import (
     training_model_params,
 )
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import calibrate_scores, reward_scores
+from stages.lib.lm.scoring import calibrate_scores, reward_scores, set_calibration
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
@@ -56,13 +56,13 @@ from stages.reward.saving import (
     join_ensemble,
     reload_difference,
     save_ensemble,
-    set_calibration,
 )
 
 RELOAD_ROWS = 32
 # Added to the seed. A judge that starts with the reward model's random head prefers what the reward
 # model prefers, whatever their pairs are.
 JUDGE_SEED = 1000
+CALIBRATION_COLUMNS = ("predicted", "observed", "count")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ def main(params: Params, round_: str) -> None:
         params, tokenizer, calibration_demonstrations(round_, params.seed), recorder
     )
     labelled = trainer.read("annotate", "pairs_train")
+    if not labelled.rows:
+        return write_no_model(params, recorder, tokenizer)
     held_out = trainer.read("prepare", "pairs_eval")
     chosen, rejected = map(held_out.texts, SIDES)
 
@@ -187,7 +189,34 @@ def main(params: Params, round_: str) -> None:
     if not world.is_main():
         return
     write_jsonl(folder / "scores.jsonl", score_rows(held_out.rows, model, *scores))
-    write_csv(folder / "calibration.csv", ("predicted", "observed", "count"), calibration_bins)
+    write_csv(folder / "calibration.csv", CALIBRATION_COLUMNS, calibration_bins)
+    save_manifest(params, round_, tokenizer, started_from=str(start), calibration=calibrated_by)
+    recorder.finish(metrics)
+    accuracy, low, high = (metrics[name] for name in interval_names("accuracy"))
+    interval = f"{accuracy:.3f} [{low:.3f}, {high:.3f}] over {metrics['pairs']} pairs"
+    print(f"[reward@{round_}] held-out accuracy {interval}", flush=True)
+
+
+def write_no_model(
+    params: Params, recorder: MetricLogger, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Without pairs: placeholders for the models, and files without rows."""
+    if not world.is_main():
+        return
+    folder, reason = stage_dir(recorder.round, "reward"), "not trained: there are no pairs"
+    for name in ("model", "judge"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        write_text(folder / name / "EMPTY", f"{reason}\n")
+    write_jsonl(folder / "scores.jsonl", [])
+    write_csv(folder / "calibration.csv", CALIBRATION_COLUMNS, [])
+    save_manifest(params, recorder.round, tokenizer)
+    recorder.finish({NOT_MEASURED: reason, "train_pairs": 0})
+    print(f"[{recorder.label}] {reason}", flush=True)
+
+
+def save_manifest(
+    params: Params, round_: str, tokenizer: PreTrainedTokenizerBase, **facts: Any
+) -> None:
     prepared, annotated = (stage_dir(round_, name) / "data" for name in ("prepare", "annotate"))
     write_manifest(
         "reward",
@@ -195,21 +224,8 @@ def main(params: Params, round_: str) -> None:
         seed=params.seed,
         inputs=[annotated / "pairs_train.jsonl", prepared / "pairs_eval.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
-        started_from=str(start),
-        calibration=calibrated_by,
+        **facts,
     )
-    recorder.finish(metrics)
-    accuracy, low, high = (metrics[name] for name in interval_names("accuracy"))
-    interval = f"{accuracy:.3f} [{low:.3f}, {high:.3f}] over {metrics['pairs']} pairs"
-    print(f"[reward@{round_}] held-out accuracy {interval}", flush=True)
-
-
-def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
-    """Held-out demonstrations: no model was trained on them, and they are the same in every round,
-    so that the unit of the scores is.
-    """
-    path = stage_dir(round_, "prepare") / "data/sft_eval.jsonl"
-    return calibration_sample(read_rows(Demonstration, path), seed)
 
 
 def train_judge(

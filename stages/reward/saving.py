@@ -1,7 +1,6 @@
 """Calibrate, save and reload reward models; a reloaded model must give the same scores."""
 
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -22,25 +21,6 @@ from stages.lib.lm.saving import save_model
 from stages.lib.lm.scoring import calibrate_scores, ensemble_members, reward_scores
 
 RELOAD_TOLERANCE = 1e-3
-
-
-def set_calibration(model: Any, scores: Tensor) -> Any:
-    """Store the mean and standard deviation of (B,) raw scores in the model's config; returns it.
-
-    Calibrated scores are in standard deviations from this mean.
-
-    Raises:
-        RondoError: the scores are all equal, or not finite.
-    """
-    model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
-    # written so that nan fails
-    if not 0 < model.config.std < math.inf:
-        raise RondoError(
-            f"the reward model has diverged: its scores of {len(scores)} held-out demonstrations "
-            f"have mean {model.config.mean:.4g} and standard deviation {model.config.std:.4g}; "
-            "lower reward.learning_rate (metrics.jsonl has the loss of each step)"
-        )
-    return model
 
 
 def check_reloaded(model: Path, difference: float) -> None:

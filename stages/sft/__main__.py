@@ -5,7 +5,7 @@ frozen evaluation prompts, sampled `samples_per_prompt` times with the same rand
 the primary judge compares.
 
 Inputs: assets/model, rounds/<round>/prepare/data; with `sft.init_from: previous` also the previous
-round's sft/model.
+round's sft/model. Without demonstrations the model that SFT would start from is the SFT model.
 Outputs in rounds/<round>/sft: model (merged), samples.jsonl (both models side by side),
 metrics.jsonl (per step), metrics.json, manifest.json.
 Run: `python -m stages.sft --round r0`.
@@ -24,7 +24,7 @@ from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.progress import progress
-from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
@@ -87,6 +87,8 @@ def main(params: Params, round_: str) -> None:
         tokenize(tokenizer, data / f"sft_{part}.jsonl", params, round_)
         for part in ("train", "eval")
     )
+    if not train.rows:
+        return keep_start(params, recorder, tokenizer)
     prompt_rows = [
         row
         for row in read_rows(PromptRow, data / "eval_prompts.jsonl")
@@ -132,6 +134,34 @@ def main(params: Params, round_: str) -> None:
     if not world.is_main():
         return
     write_jsonl(folder / "samples.jsonl", side_by_side(prompt_rows, base, sft, outcomes))
+    write_sft_manifest(params, round_, tokenizer, start)
+    recorder.finish(metrics)
+    loss = f"{base_nll:.3f} -> {sft_nll:.3f} nats per token"
+    gain, low, high = (metrics[name] for name in interval_names(NET_WIN_RATE))
+    judged = "not judged" if gain is None else f"net win rate {gain:+.3f} [{low:.3f}, {high:.3f}]"
+    print(f"[sft@{round_}] held-out loss {loss}, {judged}", flush=True)
+
+
+def keep_start(params: Params, recorder: MetricLogger, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without demonstrations: the model that training would start from, unchanged."""
+    folder = stage_dir(recorder.round, "sft")
+    previous = Path(params.rounds[recorder.round].previous) / "sft" / "model"
+    start, _ = initial_checkpoint(params.sft, previous, ASSETS / "model")
+    model = load_causal_lm(start, params.model)
+    if not world.is_main():
+        return
+    save_model(model, tokenizer, folder / "model")
+    write_jsonl(folder / "samples.jsonl", [])
+    write_sft_manifest(params, recorder.round, tokenizer, start)
+    reason = f"not trained: there are no demonstrations, so the SFT model is {start}"
+    recorder.finish({NOT_MEASURED: reason, "train_rows": 0})
+    print(f"[{recorder.label}] {reason}", flush=True)
+
+
+def write_sft_manifest(
+    params: Params, round_: str, tokenizer: PreTrainedTokenizerBase, start: Path
+) -> None:
+    data = stage_dir(round_, "prepare") / "data"
     write_manifest(
         "sft",
         round_,
@@ -139,13 +169,8 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         started_from=str(start),
-        weights=saved_weights_hash(folder / "model"),
+        weights=saved_weights_hash(stage_dir(round_, "sft") / "model"),
     )
-    recorder.finish(metrics)
-    loss = f"{base_nll:.3f} -> {sft_nll:.3f} nats per token"
-    gain, low, high = (metrics[name] for name in interval_names(NET_WIN_RATE))
-    judged = "not judged" if gain is None else f"net win rate {gain:+.3f} [{low:.3f}, {high:.3f}]"
-    print(f"[sft@{round_}] held-out loss {loss}, {judged}", flush=True)
 
 
 def tokenize(

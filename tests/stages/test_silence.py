@@ -58,6 +58,7 @@ def test_each_long_pass_of_sft_says_what_it_does(small_round: Params) -> None:
 
 def test_requests_to_a_language_model_are_counted(small_round: Params, chat_server: Any) -> None:
     endpoint = {"base_url": chat_server.url, "model": "wise", "max_retries": 0}
+    endpoint["rubric"] = "Be fair."
     values = small_round.model_dump(mode="json")
     values["annotate"] |= {"annotator": "judge", "judge": "endpoint", "prompts": 2, "samples": 2}
     values["annotate"]["endpoint"] |= endpoint

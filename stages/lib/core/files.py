@@ -186,9 +186,10 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) 
 
 
 def is_placeholder(folder: Path) -> bool:
-    """Whether the folder is the placeholder for the missing predecessor of the first round.
+    """Whether the folder is the placeholder for the missing predecessor of the first round, or for
+    a model that was not trained.
 
-    DVC needs an existing path as dependency, so the assets stage writes a folder with a file EMPTY.
+    DVC needs an existing path, so there is a folder with a file EMPTY, which says why.
     """
     return (folder / "EMPTY").exists()
 

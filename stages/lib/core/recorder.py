@@ -20,6 +20,9 @@ from stages.lib.core.files import (
 from stages.lib.core.progress import STEP, minutes, print_line
 from stages.lib.core.types import Metrics, StepMetrics
 
+NOT_MEASURED = "not_measured"
+"""Key of a metrics.json without numbers: why its stage had nothing to train or to measure."""
+
 
 def write_manifest(
     stage: str, round_: str, *, seed: int, inputs: Iterable[Path], **facts: Any

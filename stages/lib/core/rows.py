@@ -125,7 +125,8 @@ class RolloutRow(PromptRow):
     Written by ppo (rollouts/*.jsonl.gz). Read by the next round's battery, by replay and by the
     pages of the Prefect UI. Of a sum of rewards each part has its own key `score_<name>`.
 
-    update: from 1. score: calibrated reward score. reward: score less the penalties, before KL.
+    update: from 1. score: calibrated reward score; without a reward model, the weighted sum of the
+    further rewards. reward: score less the penalties, before KL.
     judge_score: by the primary judge, unless it only compares; never a reward. kl: nats per
     sequence from the SFT model.
     kl_cost: the KL penalty, in the units of `reward`; with PPO and RLOO. length: tokens.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import is_placeholder
-from stages.lib.core.rows import HasPrompt, PromptRow
+from stages.lib.core.files import is_placeholder, stage_dir
+from stages.lib.core.rows import Demonstration, HasPrompt, PromptRow, read_rows
 from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import transcript
 
@@ -142,9 +142,15 @@ def dedupe_prompts(rows: list[AnyPromptRow]) -> list[AnyPromptRow]:
     return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())
 
 
-def calibration_sample(demonstrations: list[AnyPromptRow], seed: int) -> list[AnyPromptRow]:
-    """At most CALIBRATION_ROWS at random: in a file, several sources follow each other."""
-    return shuffled(demonstrations, seed)[:CALIBRATION_ROWS]
+def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
+    """The demonstrations whose scores define the unit of a reward model, at most CALIBRATION_ROWS.
+
+    They are held out: no model was trained on them, and they are the same in every round, so that
+    the unit of the scores is. They are drawn at random: in a file, several sources follow each
+    other. [] if the data have no demonstrations.
+    """
+    rows = read_rows(Demonstration, stage_dir(round_, "prepare") / "data/sft_eval.jsonl")
+    return shuffled(rows, seed)[:CALIBRATION_ROWS]
 
 
 def shuffled(rows: list[AnyPromptRow], seed: int) -> list[AnyPromptRow]:

@@ -26,6 +26,7 @@ from stages.lib.core.errors import (
 )
 from stages.lib.core.files import JUDGE_CACHE, json_hash
 from stages.lib.core.http_session import EndlessReply, limited_chunks
+from stages.lib.core.judge_answers import ANSWERS, name_cache
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.progress import progress
 from stages.lib.core.project_limits import read_api_key
@@ -50,7 +51,7 @@ class AnswerCache:
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock()
         self.table = sqlite3.connect(
-            folder / "answers.sqlite",
+            folder / ANSWERS,
             timeout=WAIT_SECONDS,
             check_same_thread=False,
             isolation_level=None,
@@ -59,6 +60,7 @@ class AnswerCache:
             "CREATE TABLE IF NOT EXISTS answers "
             "(key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
         )
+        name_cache(self.table)
 
     def get(self, key: str) -> Answer | None:
         """The answer to a key, or None."""

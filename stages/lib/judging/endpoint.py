@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.reading import parse_json
@@ -132,9 +133,11 @@ class EndpointJudge:
         """The verdict on one comparison, by its principle if it has one, else by the rubric; None
         if no answer can be read.
         """
-        rubric: Rubric = self.params.rubric
+        rubric: Rubric | None = self.params.rubric
         if comparison.principle:
             rubric = PRINCIPLE.format(principle=comparison.principle)
+        if rubric is None:
+            raise BadInput(f"{self.chat.params_key}.rubric: say what makes a response better")
         messages: Messages = [
             {"role": "system", "content": system_prompt(rubric)},
             {

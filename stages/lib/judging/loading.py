@@ -4,13 +4,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, metric_name, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
 from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.progress import print_line
 from stages.lib.core.rows import Demonstration, read_rows
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.core.user_functions import import_function
+from stages.lib.data.splits import calibration_demonstrations
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge
@@ -19,7 +22,7 @@ from stages.lib.judging.pointwise import Fluency, PointwiseJudge, garbledness
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
-from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.scoring import RewardScorer, is_calibrated, set_calibration
 
 
 class MainProcessJudge:
@@ -68,7 +71,7 @@ def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
         base: loads the model before SFT.
 
     Raises:
-        BadInput: a function or a model does not exist.
+        BadInput: a function or a model does not exist, or `fluency` lacks demonstrations.
     """
     return Jury(
         {
@@ -95,6 +98,8 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
     if named == FLUENCY:
         data = stage_dir(round_, "prepare") / "data"
         people = read_rows(Demonstration, data / "sft_eval.jsonl")
+        if not people:
+            params.check_demonstrations_not_needed()
         tokenizer = load_tokenizer(ASSETS / "model")
         nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
         return PointwiseJudge(named, garbledness(nll, people), 0.0)
@@ -106,4 +111,29 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
     if named == HELD_OUT_REWARD_MODEL:
         folder = stage_dir(round_, "reward") / "judge"
     scorer = RewardScorer(folder, load_tokenizer(folder), params)
+    if not is_calibrated(scorer.model):
+        calibrate(scorer, named, round_, params)
     return PointwiseJudge(named, scorer, margin)
+
+
+def calibrate(scorer: RewardScorer, named: str, round_: str, params: Params) -> None:
+    """Give a reward model from elsewhere the unit of Rondo's own: standard deviations of its scores
+    of demonstrations. Else evaluate.tie_margin would be in whatever unit its scores have.
+
+    Raises:
+        BadInput: there are no demonstrations.
+        RondoError: it scores all demonstrations alike.
+    """
+    people = calibration_demonstrations(round_, params.seed)
+    key = f"evaluate.judges: {named}"
+    if not people:
+        raise BadInput(
+            f"{key}: no mean and std of its scores in its config.json, and no demonstrations to "
+            "measure them on: add demonstrations (docs/data.md), or mean and std to config.json"
+        )
+    texts = [row["prompt"] for row in people], [row["completion"] for row in people]
+    scores = scorer.raw(scorer.encode(*texts))
+    set_calibration(scorer.model, scores, f"{key} cannot be calibrated", "name another model")
+    config = scorer.model.config
+    measured = f"mean {config.mean:.4g}, standard deviation {config.std:.4g}"
+    print_line(f"{key}: calibrated on {len(people)} demonstrations, {measured}")

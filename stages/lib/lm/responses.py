@@ -45,7 +45,7 @@ class Response:
 class ScoredResponse(Response):
     """A response with its score and its distance from the reference."""
 
-    score: float  # of the reward model, calibrated
+    score: float | None  # of the reward model, calibrated; None: there is none
     # Of the policy from the reference, nats per sequence: the sum over the response's tokens of the
     # exact KL of the two distributions that the token was sampled from. Its mean estimates the KL
     # of sequences without bias and with less variance than log-ratios; it is never negative.
@@ -121,7 +121,7 @@ def score_responses(
         policy: the model that sampled them; None: the reference did, and their KL is 0.
         reference: opens a context with the reference model.
         tokenizer: of both; the reward model reads its EOS at the end of each response.
-        reward_model: a reward model or its ensemble; None: scores are 0.
+        reward_model: a reward model or its ensemble; None: there are no scores.
         temperature: divides the logits of policy and reference, as in sampling.
 
     Example:
@@ -176,9 +176,9 @@ def score_responses(
         if reward_model:
             scores[batch] = batch_scores.cpu()
     world.add_up([scores, kl, ref_logprobs])
-    if reward_model:
-        scores = calibrate_scores(scores, reward_model)
-    columns = (column.tolist() for column in (scores, kl, ref_logprobs))
+    unknown = [None] * len(responses)
+    calibrated = calibrate_scores(scores, reward_model).tolist() if reward_model else unknown
+    columns = calibrated, kl.tolist(), ref_logprobs.tolist()
     return [
         ScoredResponse(**vars(response), score=score, kl=distance, ref_logprob=logprob)
         for response, score, distance, logprob in zip(responses, *columns, strict=True)

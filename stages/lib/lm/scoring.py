@@ -6,6 +6,7 @@ From the inside out: scores from hidden states (`score_head`), scores of token s
 Shapes: B responses, M tokens of all rows, H hidden size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Reduce
 from stages.lib.core.types import Prompt, TokenIds
@@ -64,6 +65,40 @@ def ensemble_scores(reward_model: Any, read: Callable[[Any], Tensor]) -> Tensor:
     return standardised * config.std + config.mean
 
 
+def set_calibration(
+    model: Any,
+    scores: Tensor,
+    problem: str = "the reward model has diverged",
+    fix: str = "lower reward.learning_rate (metrics.jsonl has the loss of each step)",
+) -> Any:
+    """Store the mean and standard deviation of a reward model's scores in its config; returns it.
+
+    Calibrated scores are in standard deviations from this mean.
+
+    Args:
+        model: the reward model.
+        scores: (B,) raw scores of the demonstrations of `calibration_demonstrations`.
+        problem: what it means that they are no scores, for the error.
+        fix: the next step, likewise.
+
+    Raises:
+        RondoError: the scores are all equal, or not finite.
+    """
+    model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
+    # written so that nan fails
+    if not 0 < model.config.std < math.inf:
+        raise RondoError(
+            f"{problem}: its scores of {len(scores)} held-out demonstrations have mean "
+            f"{model.config.mean:.4g} and standard deviation {model.config.std:.4g}; {fix}"
+        )
+    return model
+
+
+def is_calibrated(reward_model: Any) -> bool:
+    config = reward_model.config
+    return hasattr(config, "mean") and hasattr(config, "std")
+
+
 def calibrate_scores(raw: Tensor, reward_model: Any) -> Tensor:
     """Raw scores in standard deviations above the mean score of SFT demonstrations.
 
@@ -71,7 +106,7 @@ def calibrate_scores(raw: Tensor, reward_model: Any) -> Tensor:
         BadInput: the reward model has no calibration.
     """
     config = reward_model.config
-    if not hasattr(config, "std"):
+    if not is_calibrated(reward_model):
         raise BadInput(
             f"{config.name_or_path}/config.json: no mean and std of its scores, which Rondo's "
             "reward stage writes: name a model of that stage, or add them"

@@ -153,6 +153,7 @@ PROMOTE = (
         "the base model (0.63).",
         "the policy has forgotten how people write: raise ppo.kl_coef, or lower ppo.learning_rate "
         "or ppo.total_episodes",
+        optional=True,
         default=1.0,
         ge=0,
         description="Largest rise over SFT of the loss on held-out human texts, nats per token.",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import ModelParams
@@ -56,7 +56,7 @@ class TrainingContext:
     reference: str  # hash of SFT's weights
     tokenizer: PreTrainedTokenizerBase
     sft: Any  # without adapters
-    reward_model: Any
+    reward_model: Any  # None: there is none
     rewards: Rewards  # further rewards
     judge: PrimaryJudge  # the primary one
     prompts: list[Episode]  # to train on
@@ -108,7 +108,11 @@ class TrainedPolicy(SampledPolicy):
         kept = results.kept
         inputs = inputs.select(kept)
         ended, lengths = torch.tensor(inputs.ended), torch.tensor(inputs.lengths)
-        calibrated = torch.tensor([scored[i].score for i in kept])
+        calibrated = (
+            torch.tensor([scored[i].score for i in kept])
+            if context.reward_model
+            else context.rewards.weighted_sum(results.parts)
+        )
         rewards = context.rewards.combine(ppo, calibrated, results.parts, ended, lengths)
         scored_rows = rollout_rows(
             update,
@@ -224,8 +228,10 @@ def load_models(
         model: section `model` of params.yaml, for the policy and its reference.
         saved: the state from which the run resumes.
     """
-    reward = stage_dir(round_, "reward") / "model"
-    check_vocabulary(reward, prompts.tokenizer)
+    reward, reward_model = stage_dir(round_, "reward") / "model", None
+    if not is_placeholder(reward):
+        check_vocabulary(reward, prompts.tokenizer)
+        reward_model = load_reward_model(reward, params.model)
     policy = load_causal_lm(stage_dir(round_, "sft") / "model", model)
     return TrainingContext(
         params=params,
@@ -235,7 +241,7 @@ def load_models(
         reference=weights_hash(policy),
         tokenizer=prompts.tokenizer,
         sft=policy,
-        reward_model=load_reward_model(reward, params.model),
+        reward_model=reward_model,
         rewards=prompts.rewards,
         judge=load_primary_judge(params, round_),
         prompts=prompts.train,

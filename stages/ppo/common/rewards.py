@@ -41,7 +41,7 @@ from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.responses import Response
-from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.scoring import RewardScorer, is_calibrated
 
 SERVED = "ppo.reward_url"  # the name of the reward stage's model, if it is served
 REASON_CHARACTERS = 300
@@ -445,7 +445,8 @@ class Rewards:
 
         Args:
             ppo: weights, clip range and penalties.
-            calibrated: (B,) calibrated scores of the reward stage's model.
+            calibrated: (B,) calibrated scores of the reward stage's model; without one, anything
+                finite, since its weight is 0.
             parts: (B,) scores of the further rewards, by name.
             ended: (B,) bool, an end token was sampled.
             lengths: (B,) tokens per response.
@@ -465,6 +466,11 @@ class Rewards:
             length_penalty=ppo.length_penalty,
             free_length=ppo.free_length,
         )
+
+    def weighted_sum(self, parts: Mapping[str, Sequence[float]]) -> Tensor:
+        """(B,) the score without a reward model: that of the further rewards together."""
+        columns = [self.weights[name] * torch.tensor(scores) for name, scores in parts.items()]
+        return torch.stack(columns).sum(0)
 
     def expect_model(self, name: str, model: str) -> None:
         """Refuse all replies of a server that state another model."""
@@ -545,7 +551,7 @@ class ModelReward:
 
     def scores(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
         scorer = self.scorer
-        if hasattr(scorer.model.config, "mean"):
+        if is_calibrated(scorer.model):
             return scorer(prompts, texts)
         raw: list[float] = scorer.raw(scorer.encode(prompts, texts)).tolist()
         return raw

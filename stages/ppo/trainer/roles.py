@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic
 from stages.lib.lm import world
@@ -57,7 +58,8 @@ class RoleOutputs:
     mask.
     """
 
-    raw_scores: Tensor  # (B,) the reward model's, of responses closed by EOS; 0 if it is served
+    # (B,) the reward model's, of responses closed by EOS; 0 if it is served, or there is none
+    raw_scores: Tensor
     logprobs: Tensor  # (B, T) nats, under the policy that sampled
     entropies: Tensor  # (B, T) nats
     ref_logprobs: Tensor  # (B, T) nats
@@ -126,7 +128,8 @@ class Roles(SampledPolicy):
         policy: the policy.
         critic: None: the algorithm has none.
         tokenizer: of the policy.
-        reward_model: None: it is served, or the critic without its training is the reward model.
+        reward_model: None: it is served, or the critic without its training is the reward model, or
+            there is none.
         rewards: further rewards, and the served one.
         engine: samples in place of stages/lib/lm/generation.py.
         gradient_checkpointing: compute activations again in the backward pass.
@@ -260,7 +263,7 @@ class Roles(SampledPolicy):
         """Run the reward model or its ensemble, from the `shared` states of `run_reference`.
 
         Returns:
-            (B,) raw scores, 0 if the reward model is served; per row the states that enter the
+            (B,) raw scores, 0 without a reward model here; per row the states that enter the
             critic's first trained layer.
         """
         if self.reward_view is None:
@@ -316,7 +319,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
 
     Args:
         sft: folder of the round's SFT model.
-        reward: folder of the round's reward model; not read if it is served.
+        reward: folder of the round's reward model, or its placeholder; not read if it is served.
         start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
 
     Raises:
@@ -328,7 +331,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
     device = torch.device("cpu") if sharded else default_device()
     policy, tokenizer = load_causal_lm(sft, params.model, device), load_tokenizer(sft)
     reward_model = None
-    if not ppo.reward_url:
+    if not ppo.reward_url and not is_placeholder(reward):
         check_vocabulary(reward, tokenizer)
         reward_model = load_reward_model(reward, params.model, device)
         # in bfloat16 a score near 3 changes in steps of 0.016

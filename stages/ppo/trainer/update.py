@@ -52,7 +52,9 @@ class Rollout(RoleOutputs):
     parts: dict[str, list[float]]  # scores of the further rewards, by name
     failed_share: float | None  # of the sampled episodes, left out; None: no reward can fail
     failures: list[str]  # one line per reward and reason
-    calibrated: Tensor  # (B,) raw or served scores, in standard deviations of SFT demonstrations
+    # (B,) raw or served scores, in standard deviations of SFT demonstrations; without a reward
+    # model the weighted sum of the parts
+    calibrated: Tensor
     scores: Tensor  # (B,) weighted sum of calibrated and parts, clipped and penalised
     advantages: Tensor  # (B, T)
     returns: Tensor  # (B, T) for the critic
@@ -194,11 +196,12 @@ class PpoTrainer:
             inputs, outputs = inputs.select(kept), outputs.select(kept)
         parts = results.parts
         served = parts.pop(SERVED, None)
-        calibrated = (
-            roles.calibrate(outputs.raw_scores)
-            if served is None
-            else outputs.raw_scores.new_tensor(served)
-        )
+        if served is not None:
+            calibrated = outputs.raw_scores.new_tensor(served)
+        elif roles.reward_view is None:
+            calibrated = roles.rewards.weighted_sum(parts).to(outputs.raw_scores)
+        else:
+            calibrated = roles.calibrate(outputs.raw_scores)
         ended = torch.tensor(inputs.ended, device=calibrated.device)
         scores = roles.rewards.combine(p, calibrated, parts, ended, outputs.mask.sum(1))
 

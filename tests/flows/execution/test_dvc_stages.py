@@ -21,7 +21,9 @@ from flows.core import config
 from flows.execution import dvc_stages, fork_server, process_guard
 from stages.lib.core import progress
 from stages.lib.core.errors import BadInput, GateFailed, OutOfMemory, RondoError, Unreachable
-from stages.lib.core.files import write_text
+from stages.lib.core.files import JUDGE_CACHE, write_text
+from stages.lib.core.judge_answers import record_answers
+from stages.lib.judging.chat import AnswerCache
 from tests.flows.reproduce import reproduce
 from tests.servers import of_project, until
 
@@ -376,3 +378,27 @@ def test_stages_get_the_settings_of_glibc_and_onednn_unless_the_user_has_set_the
             monkeypatch.setenv(name, value)
         assert dvc_stages.stream(["job"], lines.append) == 0
     assert lines == [dvc_stages.MALLOC, "64", dvc_stages.MALLOC, "8"]
+
+
+def test_an_evaluation_whose_answers_were_deleted_runs_again(project: Path) -> None:
+    """It is neither unchanged nor restored from DVC's cache of runs."""
+    assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
+    AnswerCache(JUDGE_CACHE).table.close()
+    record_answers("r0", has_answers=True)
+    AnswerCache(JUDGE_CACHE).table.close()  # as the next stage that asks opens it
+    assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
+    assert dvc_stages.order_and_changes(["r0"])[1] == set()
+    for answers in (None, AnswerCache):  # deleted; and begun again by another stage
+        shutil.rmtree(JUDGE_CACHE, ignore_errors=True)
+        if answers:
+            answers(JUDGE_CACHE).table.close()
+        assert dvc_stages.order_and_changes(["r0"])[1] == {"evaluate@r0"}
+        lines: list[str] = []
+        assert dvc_stages.run("evaluate@r0", lines.append) == dvc_stages.Outcome.ran
+        assert "[evaluate@r0] step 3/3  eta 0:00" in lines
+    record_answers("r0", has_answers=True)
+    assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged
+    # a clone that has never asked takes the results as they are
+    shutil.rmtree(JUDGE_CACHE)
+    record_answers("r0", has_answers=False)
+    assert dvc_stages.run("evaluate@r0", print) == dvc_stages.Outcome.unchanged

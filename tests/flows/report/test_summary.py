@@ -348,14 +348,18 @@ def test_report_writes_and_prints_the_results(
 def test_a_win_rate_is_shown_with_its_judges_and_the_source_of_the_labels(files: Path) -> None:
     votes = {"win_rate_lexicon": 0.872, "win_rate_fluency": 0.5}
     jury = {
-        "alone": {"lexicon": {"tie_share": 0.08}, "fluency": {"kappa": 1.0}},
+        "alone": {
+            "lexicon": {"tie_share": 0.08, "comparisons": 40, "unparsable": 0},
+            "fluency": {"kappa": 1.0, "comparisons": 40, "unparsable": 3},
+        },
         "pairs": {"lexicon-fluency": {"agreement": 0.159, "kappa": 0.0}},
     }
     write(files / "rounds/r0/evaluate/metrics.json", METRICS["evaluate"] | votes | {"jury": jury})
     (files / "assets/data").mkdir(parents=True)
     (files / "assets/data/SOURCE.txt").write_text("Tweets.\nLabels: by the judge itself.\n")
     expected = [
-        "r0: win rate against SFT by judge: lexicon 0.872 (8% ties); fluency 0.500; "
+        "r0: win rate against SFT by judge: lexicon 0.872 (8% ties); "
+        "fluency 0.500 (3 of 40 comparisons without readable answers); "
         "lexicon-fluency agree on 16%",
         "Labels: by the judge itself.",
     ]

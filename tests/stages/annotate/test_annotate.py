@@ -133,6 +133,7 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     monkeypatch.setenv("MY_KEY", KEY)
     Path("pyproject.toml").write_text(f'[tool.rondo.api_keys]\nMY_KEY = ["{chat_server.url}"]\n')
     endpoint = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
+    endpoint["rubric"] = "Be fair."
     params = with_judge(
         make_round("r0", 1.0),
         judge="endpoint",
@@ -182,7 +183,7 @@ def test_a_judge_that_prefers_no_response_is_an_error_with_its_numbers(make_roun
     params = with_judge(
         make_round("r0", 1.0),
         judge="endpoint",
-        endpoint={"base_url": chat_server.url, "model": "wise"},
+        endpoint={"base_url": chat_server.url, "model": "wise", "rubric": "Be fair."},
     )
     with pytest.raises(
         RondoError,

@@ -214,6 +214,7 @@ MAY_BE_UNMEASURED = {
     "battery.apart_rise_low": "> 0",
     "evaluate.win_rate_champion_low": ">= 0.38",
     "capability.worst_fall": "<= 0.1",
+    "evaluate.human_nll_rise": "<= 1",
 }
 
 
@@ -229,6 +230,20 @@ def test_a_metric_that_was_not_measured_is_reported_and_any_other_null_fails(att
     [line] = [check for check in verdict["checks"] if check["metric"] == metric]
     assert (line["value"], line["next_step"]) == (None, "")
     assert format_check(line) == f"{metric} not measured, wanted {MAY_BE_UNMEASURED[metric]}"
+
+
+def test_a_gate_whose_stages_measured_nothing_does_not_judge(attempt, capsys):
+    nothing = {stage: {"not_measured": f"no {stage}"} for stage in ("reward", "battery")}
+    verdict, may_continue = attempt("reward", nothing)
+    assert may_continue and verdict["not_judged"] == "no reward"
+    assert {check["value"] for check in verdict["checks"]} == {None}
+    assert "[gate_reward@r0] not judged: no reward\n" in capsys.readouterr().out
+    # what one stage measured is judged, also if the other had nothing to measure
+    verdict, may_continue = attempt("reward", METRICS["reward"] | {"battery": nothing["battery"]})
+    assert may_continue and "not_judged" not in verdict
+    bad = {"reward": METRICS["reward"]["reward"] | {"ece": 0.5}, "battery": nothing["battery"]}
+    with pytest.raises(GateFailed, match=r"reward.ece 0.5, wanted <= 0.1"):
+        attempt("reward", bad)
 
 
 def test_each_check_is_printed_and_recorded(attempt, capsys):

@@ -16,11 +16,10 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.scoring import RewardScorer, set_calibration
 from stages.reward.__main__ import main, split_judge_pairs
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import SIGNS, SMILEYS, hard_negatives
-from stages.reward.saving import set_calibration
 from tests.paths import ROOT
 
 ROWS = [{"margin": 2.0}, {}]

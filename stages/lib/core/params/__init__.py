@@ -23,6 +23,7 @@ from stages.lib.core.params.data import (
     rounds,
 )
 from stages.lib.core.params.evaluation import (
+    FLUENCY,
     HELD_OUT_REWARD_MODEL,
     BatteryParams,
     CapabilityParams,
@@ -30,7 +31,7 @@ from stages.lib.core.params.evaluation import (
     ReplayParams,
 )
 from stages.lib.core.params.gates import GatesParams
-from stages.lib.core.params.judging import AnnotateParams, EndpointParams, JudgeName
+from stages.lib.core.params.judging import AnnotateParams, Annotator, EndpointParams, JudgeName
 from stages.lib.core.params.policy import (
     OFFLINE,
     Algorithm,
@@ -88,14 +89,16 @@ class Params(PolicySections):
             f"evaluate.judges has {named}": section
             for named, section in self.language_models().items()
         }
+        by_principles = "annotate.constitution is set"  # in place of a rubric
         if self.annotate.asks_language_model:
-            key = "constitution is set" if self.annotate.constitution else "judge is endpoint"
-            required[f"annotate.{key}"] = ("annotate.endpoint", self.annotate.endpoint)
+            reason = by_principles if self.annotate.constitution else "annotate.judge is endpoint"
+            required[reason] = ("annotate.endpoint", self.annotate.endpoint)
         for reason, (key, endpoint) in required.items():
-            if missing := [
-                f"{key}.{name}" for name in ("base_url", "model") if getattr(endpoint, name) is None
-            ]:
-                raise ValueError(f"{reason}: set {' and '.join(missing)} (docs/annotate.md)")
+            names = ["base_url", "model", *([] if reason is by_principles else ["rubric"])]
+            if missing := [f"{key}.{name}" for name in names if getattr(endpoint, name) is None]:
+                raise ValueError(
+                    f"{reason}: set {' and '.join(missing)} (docs/annotate.md has examples)"
+                )
         for named in self.evaluate.judges:
             if (
                 named.startswith(f"{JudgeName.endpoint.value}:")
@@ -171,6 +174,41 @@ class Params(PolicySections):
                 "Rondo trains itself: set ppo.engine to local"
             )
         return self
+
+    def check_pairs_not_needed(self) -> None:
+        """Check that no setting needs preference pairs, of which the data have none.
+
+        Raises:
+            BadInput: names each setting that does, and how to do without a reward model.
+        """
+        ppo, judge = self.ppo, HELD_OUT_REWARD_MODEL
+        starts_as_reward = self.algorithm is Algorithm.ppo and ppo.critic is Critic.reward
+        needs = {
+            f"ppo.reward_weight to 0 (it is {ppo.reward_weight:g})": ppo.reward_weight != 0,
+            "ppo.rewards to a reward of your own (docs/ppo.md)": not ppo.rewards,
+            "ppo.critic to policy": starts_as_reward,
+            "ppo.reward_url to null": ppo.reward_url is not None,
+            "algorithm to another one than dpo": self.algorithm is Algorithm.dpo,
+            f"evaluate.judges without {judge}": judge in self.evaluate.judges,
+            "annotate.annotator to dataset": self.annotate.annotator is Annotator.judge,
+        }
+        if missing := [setting for setting, is_so in needs.items() if is_so]:
+            raise BadInput(
+                "there are no preference pairs, which a reward model is trained and measured on: "
+                f"add pairs (docs/data.md), or do without a reward model: set {', '.join(missing)}"
+            )
+
+    def check_demonstrations_not_needed(self) -> None:
+        """Check that no setting needs demonstrations, of which the data have none.
+
+        Raises:
+            BadInput: a judge does.
+        """
+        if FLUENCY in self.evaluate.judges:
+            raise BadInput(
+                f"there are no demonstrations, with which the judge {FLUENCY} compares responses: "
+                f"add demonstrations (docs/data.md), or set evaluate.judges without {FLUENCY}"
+            )
 
     def processes(self, stage: str) -> int:
         """How many processes share the work of a stage; one follows an engine."""

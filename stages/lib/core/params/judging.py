@@ -7,13 +7,6 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.lib.core.params.shared import URL_PATTERN, ParamsSection, PathText
 
-# Part of every request, so part of the answer cache's keys: another wording means new answers
-DEFAULT_RUBRIC = (
-    "The response continues the prompt, a short text. Prefer the response that, read with its "
-    "prompt, is the more positive in mood; of two alike, the one that reads more naturally. "
-    "Length, emoji and exclamation marks are no merit."
-)
-
 
 class Annotator(str, Enum):
     dataset = "dataset"
@@ -40,10 +33,10 @@ class EndpointParams(ParamsSection):
         description="Environment variable with the API key. It is sent only to servers that "
         "[tool.rondo.api_keys] in pyproject.toml lists.",
     )
-    rubric: str | dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], str] = Field(
-        DEFAULT_RUBRIC,
-        description="What makes a response better; or one text per dimension, `{helpful: ..., "
-        "honest: ...}`: the response that more dimensions prefer is better.",
+    rubric: str | dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], str] | None = Field(
+        None,
+        description="What makes a response better for your task; or one text per dimension, "
+        "`{helpful: ..., honest: ...}`: the response that more dimensions prefer is better.",
     )
     max_completion_tokens: int = Field(
         1024, ge=16, description="Tokens per answer at most, including thoughts."
@@ -64,8 +57,12 @@ class EndpointParams(ParamsSection):
 
     @field_validator("rubric")
     @classmethod
-    def dimensions_can_be_asked_for(cls, rubric: str | dict[str, str]) -> str | dict[str, str]:
-        if not isinstance(rubric, str) and (not rubric or "reason" in rubric):
+    def dimensions_can_be_asked_for(
+        cls, rubric: str | dict[str, str] | None
+    ) -> str | dict[str, str] | None:
+        if isinstance(rubric, str) and not rubric.strip():
+            raise ValueError("expected a text that says what makes a response better")
+        if isinstance(rubric, dict) and (not rubric or "reason" in rubric):
             raise ValueError(
                 "expected one dimension at least, and none named reason: every answer has this key"
             )

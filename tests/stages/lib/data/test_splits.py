@@ -9,7 +9,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
 from stages.lib.data.splits import (
     PromptIndex,
-    calibration_sample,
+    calibration_demonstrations,
     check_eval_set_unchanged,
     check_not_in_eval_set,
     check_prompts_not_in_eval_set,
@@ -106,5 +106,14 @@ def test_rows_are_drawn_by_their_seed() -> None:
     mixed = shuffled(rows, 1)
     assert mixed != rows and sorted(map(str, mixed)) == sorted(map(str, rows))
     assert mixed == shuffled(rows, 1) != shuffled(rows, 2)
-    assert calibration_sample(rows, 1) == mixed[:256]
-    assert len(calibration_sample(rows[:20], 1)) == 20
+
+
+def test_reward_models_are_calibrated_on_held_out_demonstrations(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(number), "prompt": "A", "completion": " b"} for number in range(300)]
+    path = Path("rounds/r0/prepare/data/sft_eval.jsonl")
+    for held_out in (rows, rows[:20], []):
+        write_jsonl(path, held_out)
+        drawn = calibration_demonstrations("r0", 1)
+        assert len(drawn) == min(len(held_out), 256) and all(row in held_out for row in drawn)
+        assert drawn == shuffled(held_out, 1)[:256]

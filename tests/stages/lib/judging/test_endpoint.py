@@ -1,8 +1,11 @@
 """A language model as judge, with a real server on loopback for the chat completions protocol."""
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -23,6 +26,8 @@ from stages.lib.judging.pairwise import (
     Verdict,
     judge_both_orders,
 )
+from tests.paths import ROOT
+from tests.servers import free_port
 from tests.stages.judges import compared_texts, prefers
 
 KEY = "sk-very-secret"
@@ -352,7 +357,9 @@ def test_two_servers_with_models_of_the_same_name_are_two_judges(chat_server, en
 
 def test_a_message_names_its_endpoint(chat_server, tmp_path):
     chat_server.answer = lambda _: (404, "no such model")
-    params = EndpointParams(base_url=chat_server.url, model="large", max_retries=0)
+    params = EndpointParams(
+        base_url=chat_server.url, model="large", max_retries=0, rubric="Be fair."
+    )
     with pytest.raises(BadInput, match=r"evaluate\.endpoints\.big\.model large"):
         EndpointJudge(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
 
@@ -423,3 +430,26 @@ def test_a_dimension_needs_a_valid_metric_name(name):
 def test_no_dimension_at_all_is_refused():
     with pytest.raises(BadInput, match="one dimension at least"):
         check_params({"annotate": {"endpoint": {"rubric": {}}}}, "test")
+
+
+def test_the_server_of_the_docs_is_a_judge(tmp_path: Path, monkeypatch) -> None:
+    """Exactly the lines of docs/evaluation.md, started as it says."""
+    text = (ROOT / "docs/evaluation.md").read_text().split("**A server of your own.**")[1]
+    (tmp_path / "my_server.py").write_text(dedent(text.split("```python\n")[1].split("```")[0]))
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "my_server:app", "--port", port]
+    assert "`uvicorn my_server:app --port 8000`" in text
+    monkeypatch.chdir(tmp_path)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        try:
+            assert any("Uvicorn running" in line for line in server.stderr)
+            params = EndpointParams(
+                base_url=f"http://127.0.0.1:{port}/v1", model="mine", rubric="Shorter is better."
+            )
+            longer = Comparison("A day", " was <b>good</b>.\nIndeed.", " was bad.")
+            [first, second] = judge_both_orders(EndpointJudge(params), [longer, longer.swapped()])
+        finally:
+            server.terminate()
+    assert (first.preference, second.preference) == (Preference.b, Preference.a)
+    assert first.readable and second.readable

@@ -1,8 +1,10 @@
 """Several judges; agreement (Cohen's kappa and Wilson's interval by hand) and ranking."""
 
+import json
 import shutil
 from math import sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
+from stages.lib.data.splits import calibration_demonstrations
 from stages.lib.judging.jury import (
     Jury,
     all_pairs,
@@ -19,7 +22,7 @@ from stages.lib.judging.jury import (
     copeland_scores,
     human_agreement,
 )
-from stages.lib.judging.loading import base_model, load_jury
+from stages.lib.judging.loading import base_model, load_judge, load_jury
 from stages.lib.judging.pairwise import JURY, Comparison, Preference, TwoOrderVerdict, Verdict
 from stages.lib.judging.pointwise import PointwiseJudge, garbledness
 from stages.lib.lm.scoring import RewardScorer
@@ -94,6 +97,32 @@ def test_judges_by_name(make_round):
         load_jury(missing, "r0", base_model(params))
 
 
+def test_a_reward_model_from_elsewhere_gets_the_unit_of_ours(make_round):
+    """Models that differ in the unit and the zero of their scores judge alike."""
+    params, demonstrations = make_round("r0", 1.0), calibration_demonstrations("r0", 0)
+    texts = [row["prompt"] for row in demonstrations], [row["completion"] for row in demonstrations]
+    judged = []
+    for scale in (1.0, 1000.0):
+        folder = Path(f"elsewhere/{scale}")
+        shutil.copytree("rounds/r0/reward/model", folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["mean"], config["std"]
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = load_file(folder / "model.safetensors")
+        weights["score.weight"] = scale * weights["score.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        judge = load_judge(str(folder), params, "r0", base_model(params))
+        scores = judge.scores(*texts)
+        assert fmean(scores) == pytest.approx(0, abs=1e-4)
+        assert stdev(scores) == pytest.approx(1, abs=1e-4)
+        prompts = ["The dinner", "Our concert", "My cat"]
+        judged.append(judge.scores(prompts, [" was great.", " took too long.", " sleeps"]))
+    assert judged[0] == pytest.approx(judged[1], rel=1e-3) and len(set(judged[0])) == 3
+    Path("rounds/r0/prepare/data/sft_eval.jsonl").write_text("")
+    with pytest.raises(BadInput, match=r"evaluate\.judges: elsewhere/1\.0: .* no demonstrations"):
+        load_judge("elsewhere/1.0", params, "r0", base_model(params))
+
+
 def test_apart_is_the_second_reward_model(make_round):
     """Its head is the first one's, turned round."""
     params = make_round("r0", 1.0)
@@ -158,9 +187,22 @@ def test_an_endpoint_must_be_described():
     with pytest.raises(
         BadInput,
         match=r"evaluate\.judges has endpoint: "
-        r"set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
+        r"set annotate\.endpoint\.base_url and annotate\.endpoint\.model and "
+        r"annotate\.endpoint\.rubric",
     ):
         check_params({"evaluate": {"judges": ["lexicon", "endpoint"]}}, "test")
+    # no rubric is made up: each language model that judges has its own, and says for which task
+    server = {"base_url": "http://127.0.0.1:9/v1", "model": "x"}
+    with pytest.raises(BadInput, match=r"big: set evaluate\.endpoints\.big\.rubric \("):
+        check_params(
+            {"evaluate": {"judges": ["endpoint:big"], "endpoints": {"big": server}}}, "test"
+        )
+    labels = {"annotator": "judge", "judge": "endpoint", "endpoint": server}
+    with pytest.raises(BadInput, match=r"judge is endpoint: set annotate\.endpoint\.rubric \("):
+        check_params({"annotate": labels}, "test")
+    check_params({"annotate": labels | {"constitution": "principles.txt"}}, "test")
+    with pytest.raises(BadInput, match=r"expected a text that says what makes a response better"):
+        check_params({"annotate": {"endpoint": server | {"rubric": " "}}}, "test")
     with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
         check_params({"evaluate": {"judges": ["apart"]}}, "test")
     assert Params().evaluate.judges == ["lexicon", "fluency"]

@@ -12,6 +12,7 @@ from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main as evaluate
 from stages.evaluate.checkpoint import main as evaluate_checkpoint
 from stages.lib.core.files import read_json, read_jsonl
+from stages.lib.core.judge_answers import answers_are_gone, cache_id
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.rows import SIDES
 from stages.lib.core.types import Metrics
@@ -126,11 +127,13 @@ def test_a_language_model_as_the_only_judge(make_round, chat_server, monkeypatch
         return prefers(len(a) > len(b), len(a) <= len(b))
 
     chat_server.answer = answer
-    annotate = {"endpoint": {"base_url": chat_server.url, "model": "long"}}
+    annotate = {"endpoint": {"base_url": chat_server.url, "model": "long", "rubric": "Long."}}
     params = with_judges(make_round("r0", 1.0), ["endpoint"], annotate=annotate)
     metrics = run_stages(params)
     policy = metrics["evaluate"]["ppo"]
     assert policy["judge_score"] == metrics["evaluate"]["win_rate_endpoint"]
+    mark = read_json(Path(".rondo/work/r0/evaluate/answers.json"))
+    assert mark == {"cache": cache_id()} and not answers_are_gone("evaluate@r0")
     assert metrics["evaluate"]["sft"]["judge_score"] == 0.5
     assert metrics["battery"]["judge_correlation"] is None
     assert metrics["ppo"]["validation_judge_score_before"] == 0.5
@@ -177,8 +180,8 @@ def test_a_judge_that_is_trained_after_sft_is_not_asked_by_sft(make_round):
 
 def test_stages_run_again_for_another_primary_judge_and_not_for_another_second_one(tmp_path):
     def recorded(judges: list[str], **endpoint: object) -> bytes:
-        section = {"base_url": "http://127.0.0.1:1/v1", "model": "m"} | endpoint
-        settings = {"evaluate": {"judges": judges}, "annotate": {"endpoint": section}}
+        section = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "Be fair."}
+        settings = {"evaluate": {"judges": judges}, "annotate": {"endpoint": section | endpoint}}
         inputs(check_params(settings, "test"), "r0")
         return (INPUTS / "primary_judge.json").read_bytes()
 

@@ -25,9 +25,10 @@ from stages.lib.lm.scoring import (
     ensemble_members,
     member_scores,
     reward_scores,
+    set_calibration,
 )
 from stages.reward.__main__ import main
-from stages.reward.saving import join_ensemble, save_ensemble, set_calibration
+from stages.reward.saving import join_ensemble, save_ensemble
 from tests.paths import ROOT
 
 MODEL = Path("rounds/r0/reward/model")
