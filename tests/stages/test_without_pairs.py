@@ -23,7 +23,6 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import EVAL_FILES, evaluation_hash
 from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main as ppo
@@ -145,23 +144,13 @@ def test_demonstrations_without_pairs(project: Path) -> None:
     assert "all gates passed" not in text
 
 
-def keep_prompts_alone(data: Path) -> None:
-    """The prepared sets as rows of prompts give them: without demonstrations."""
-    for name in ("sft_train", "sft_eval"):
-        (data / f"{name}.jsonl").write_text("")
-    manifest = data.parent / "manifest.json"
-    values = json.loads(manifest.read_text())
-    values["evaluation_hash"] = evaluation_hash(data)
-    manifest.write_text(json.dumps(values))
-    assert {path.name for path in data.glob("*.jsonl")} > {*EVAL_FILES}
-
-
 def test_prompts_alone(project: Path) -> None:
+    rows = read_jsonl(Path("rows.jsonl"))
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "{row["prompt"]}"}}\n' for row in rows))
     settings = params(evaluate={"judges": ["lexicon"]})
     inputs(settings, "r0")
     assets(settings, "r0")
     prepare(settings, "r0")
-    keep_prompts_alone(Path("rounds/r0/prepare/data"))
     run_round(settings, "r0")
     check_no_reward_model("r0")
     metrics, reason = read("r0/sft/metrics.json"), "not trained: there are no demonstrations"
