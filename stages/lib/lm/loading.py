@@ -176,13 +176,18 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id of a token: some vocabularies have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a model has all tokens of a tokenizer, which may be that of another model.
 
     Raises:
         BadInput: it has fewer.
     """
-    size = len(tokenizer)
+    size = vocabulary_size(tokenizer)
     if size > (entries := getattr(load_config(path).get_text_config(), "vocab_size", size)):
         raise BadInput(
             f"{path}: {CONFIG}'s vocab_size is {entries}, but the tokenizer of "

@@ -26,8 +26,9 @@ from transformers import (
 )
 
 from stages.assets.__main__ import build_folder, main
-from stages.assets.base_model import spare_token, tiny_model, tiny_tokenizer, write_model
+from stages.assets.base_model import tiny_model, tiny_tokenizer, write_model
 from stages.assets.datasets import write_data
+from stages.assets.tokenizer import spare_token
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params, check_params
@@ -123,10 +124,10 @@ def test_all_end_tokens_of_a_local_model_are_written(
 
 def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:
     tokenizer = tiny_model(0)[1]
-    assert spare_token(tokenizer) == "<|endoftext|>"
+    assert spare_token(tokenizer, [tokenizer.eos_token_id]) == "<|endoftext|>"
     # as in Pythia, which has one special token
     tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|endoftext|>"
-    assert spare_token(tokenizer) == "<|pad|>"
+    assert spare_token(tokenizer, [tokenizer.eos_token_id]) == "<|pad|>"
 
 
 def local_model(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> str:
@@ -167,7 +168,7 @@ def test_a_token_of_the_chat_template_is_no_pad(tmp_path: Path) -> None:
         extra_special_tokens=["<|im_start|>", "<|im_end|>"],
         chat_template=tiny_tokenizer().chat_template,
     )
-    assert spare_token(tokenizer) == "<|pad|>"
+    assert spare_token(tokenizer, [tokenizer.eos_token_id]) == "<|pad|>"
     tokenizer.pad_token = "<|im_start|>"
     mine = local_model(tmp_path / "mine", LlamaConfig(**SIZES), tokenizer)
     write_model(params(model=mine), tmp_path / "out")
@@ -320,7 +321,7 @@ def test_a_classifier_is_no_language_model(tmp_path: Path, tied: bool, message: 
 def test_a_reserved_pad_token_is_used() -> None:
     tokenizer = tiny_model(0)[1]
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|finetune_right_pad_id|>"]})
-    assert spare_token(tokenizer) == "<|finetune_right_pad_id|>"
+    assert spare_token(tokenizer, [tokenizer.eos_token_id]) == "<|finetune_right_pad_id|>"
 
 
 def test_a_vocabulary_that_must_grow_becomes_a_multiple_of_64(tmp_path: Path) -> None:
