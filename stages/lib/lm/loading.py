@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
@@ -37,8 +38,6 @@ from stages.lib.lm import world
 from stages.lib.lm.lora import is_adapter, load_adapters
 
 MEMBERS = "members"  # subfolder of a reward model with the further members of its ensemble
-# Config keys of models that change their logits after the head: Gemma 2, Cohere, Granite
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def setup_torch(params: Params) -> torch.device:
@@ -177,19 +176,41 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id of a token: some vocabularies have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a model has all tokens of a tokenizer, which may be that of another model.
 
     Raises:
         BadInput: it has fewer.
     """
-    size = len(tokenizer)
+    size = vocabulary_size(tokenizer)
     if size > (entries := getattr(load_config(path).get_text_config(), "vocab_size", size)):
         raise BadInput(
             f"{path}: {CONFIG}'s vocab_size is {entries}, but the tokenizer of "
             f"{tokenizer.name_or_path} has {size} tokens: they are of different models; train both "
             "from one base model, or copy model and tokenizer again"
         )
+
+
+def add_classifier(config: PreTrainedConfig) -> None:
+    """Make a classifier of transformers' generic one for an architecture that transformers has none
+    of, e.g. LFM2, Granite and ERNIE 4.5.
+    """
+    known = AutoModelForSequenceClassification._model_mapping
+    if type(config) in known or type(config) not in AutoModelForCausalLM._model_mapping:
+        return
+    causal = AutoModelForCausalLM._model_mapping[type(config)]
+    common = next(base for base in causal.__mro__ if base.__name__.endswith("PreTrainedModel"))
+    classifier = type(
+        causal.__name__.replace("ForCausalLM", "ForSequenceClassification"),
+        (GenericForSequenceClassification, common),
+        {"base_model_prefix": causal.base_model_prefix, "config_class": type(config)},
+    )
+    AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)
 
 
 def _load(
@@ -216,6 +237,8 @@ def _load(
             missing, which transformers would only warn of and initialise at random.
     """
     config = load_config(path)
+    if kind is AutoModelForSequenceClassification:
+        add_classifier(config)
     if type(config) not in kind._model_mapping:
         raise BadInput(
             f"{path}: transformers has no {kind.__name__} for the architecture "
@@ -259,17 +282,9 @@ def load_causal_lm(path: Path, params: ModelParams, device: torch.device | None 
     """A causal language model in eval mode, on `device` or on `default_device`.
 
     Raises:
-        BadInput: there is no model, or its logits are more than states times head: generation and
-            log-probabilities here (generation.py, logprobs.py) would leave the rest out.
+        BadInput: there is no such model.
     """
-    model = _load(AutoModelForCausalLM, path, params, device)
-    config = model.config.get_text_config()
-    if changed := [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]:
-        raise BadInput(
-            f"{path}: config.json's {changed[0]} changes the logits, which Rondo does not support; "
-            "choose an assets.model without it"
-        )
-    return model
+    return _load(AutoModelForCausalLM, path, params, device)
 
 
 def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
@@ -335,10 +350,7 @@ def attach_ensemble(
 
 
 def check_model_lengths(path: Path, params: Params) -> None:
-    """Check the longest texts of all stages against a model's positions and sliding window.
-
-    Sampling keeps the pads of short prompts inside of the cache, where they use up a part of the
-    window. So it would see other tokens than training if a text were longer than the window.
+    """Check the longest texts of all stages against a model's positions.
 
     Args:
         path: the model folder.
@@ -346,36 +358,18 @@ def check_model_lengths(path: Path, params: Params) -> None:
 
     Raises:
         BadInput: there is no model; or names the keys whose tokens are more than the model has
-            positions for, or more than its sliding window.
+            positions for.
     """
-    config = load_config(path).get_text_config()
+    positions = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     # EOS is appended to a response that was cut off
     rollout = params.prepare.max_prompt_tokens + params.ppo.response_length + 1
-    sampled = {"prepare.max_prompt_tokens + ppo.response_length + 1": rollout}
-    given = {"sft.max_length": params.sft.max_length, "reward.max_length": params.reward.max_length}
-
-    positions = getattr(config, "max_position_embeddings", None)
-    for keys, tokens in (sampled | given).items():
+    for keys, tokens in {
+        "prepare.max_prompt_tokens + ppo.response_length + 1": rollout,
+        "sft.max_length": params.sft.max_length,
+        "reward.max_length": params.reward.max_length,
+    }.items():
         if positions and tokens > positions:
             raise BadInput(
                 f"{keys} is {tokens} tokens, but {path} (assets.model) has positions for "
                 f"{positions}: lower it, or choose a model with a longer context"
             )
-    if not (window := sliding_window(config)):
-        return
-    grouped = resolve_attention(params.model) == "grouped"
-    for keys, tokens in (sampled | given if grouped else sampled).items():
-        if tokens > window:
-            other = " or set model.attn_implementation to sdpa," if keys in given else ""
-            raise BadInput(
-                f"{keys} is {tokens} tokens, but attention of {path} (assets.model) reaches back "
-                f"{window} tokens (sliding_window in its config.json), and Rondo cannot sample or "
-                f"train beyond that: lower it,{other} or choose a model with a longer window"
-            )
-
-
-def sliding_window(config: Any) -> int | None:
-    """Tokens that layers with a sliding window reach back; None if no layer has one."""
-    window: int | None = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None)
-    return window if layers is None or "sliding_attention" in layers else None

@@ -129,8 +129,22 @@ def _recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 def head_logits(model: Any, states: Tensor) -> Tensor:
     """(N, V) logits from (N, H) last hidden states, in the model's dtype."""
+    inner = unwrap_peft(model)
     with model_autocast(model):
-        logits: Tensor = unwrap_peft(model).get_output_embeddings()(states)
+        return final_logits(inner.config.get_text_config(), inner.get_output_embeddings()(states))
+
+
+def final_logits(config: Any, logits: Tensor) -> Tensor:
+    """Logits as a model's config changes them after the head: by a factor (Cohere, Granite,
+    Falcon-H1), then c of c tanh(x / c), which limits them (Gemma 2 and 3n, NanoChat).
+    """
+    for key in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (factor := getattr(config, key, None)) not in (None, 1):
+            logits = logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) not in (None, 1):
+        logits = logits * divisor if config.model_type == "hyperclovax" else logits / divisor
+    if limit := getattr(config, "final_logit_softcapping", None):
+        logits = (logits / limit).tanh() * limit
     return logits
 
 

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
+
+# Layers by transformers' names that attend to tokens. All others pass a state from token to token.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,9 @@ def hidden_states(
 ) -> Tensor:
     """Run the layers of a model, without the head (vocabulary or score).
 
-    With `grouped` attention and FlashAttention-2 the rows run end to end; only attention separates
-    them. With other implementations they are padded.
+    With `grouped` attention and FlashAttention-2 the rows run end to end if attention alone
+    separates them (`supports_packing`). Else they are padded on the right, which no token before
+    the pads can see.
 
     Args:
         model: a transformers model or a PeftModel.
@@ -156,7 +161,7 @@ def hidden_states(
     )
     caching = {"past_key_values": cache, "use_cache": cache is not None}
     with model_autocast(model):
-        if supports_packing(trunk):
+        if supports_packing(trunk, max(packed.lengths)):
             return trunk(**packed_inputs(trunk, packed, name, tokens) | caching).last_hidden_state[
                 0
             ]
@@ -166,23 +171,52 @@ def hidden_states(
         )
 
 
-def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
+def prefill(model: Any, packed: Packed, tokens: int) -> tuple[Tensor, DynamicCache, Tensor]:
     """Run prompts and keep the cache, to sample responses from.
 
+    Args:
+        model: a causal language model or a PeftModel.
+        packed: the prompts.
+        tokens: of the longest row at the end of sampling.
+
     Returns:
-        (B, H) hidden states of the rows' last tokens, and the cache with rows padded on the right.
+        (B, H) hidden states of the rows' last tokens, the cache, and the (B, L) mask of the tokens
+        in it, which are no pads.
     """
+    trunk = unwrap_peft(model).base_model
+    if not supports_packing(trunk, tokens) or is_beyond_window(trunk, tokens):
+        return _prefill_after_pads(model, packed)
     cache = DynamicCache()
     states = hidden_states(model, packed, cache=cache)[packed.last]
-    if supports_packing(unwrap_peft(model).base_model):
-        pairs = ((layer.keys, layer.values) for layer in cache.layers)
-        cache = DynamicCache(
-            [
-                tuple(packed.pad(values[0].transpose(0, 1)).transpose(1, 2) for values in pair)
-                for pair in pairs
-            ]
-        )
-    return states, cache
+    pairs = ((layer.keys, layer.values) for layer in cache.layers)
+    padded = DynamicCache(
+        [
+            tuple(packed.pad(values[0].transpose(0, 1)).transpose(1, 2) for values in pair)
+            for pair in pairs
+        ]
+    )
+    return states, padded, packed.pad(torch.ones_like(packed.input_ids))
+
+
+def _prefill_after_pads(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache, Tensor]:
+    """`prefill` with pads before the prompts and transformers' own cache. So no pad is between a
+    prompt and its response, where a state would pass it, and a window or a distance count it.
+    """
+    trunk = unwrap_peft(model).base_model
+    ids, mask = (
+        pad_sequence(values.split(packed.lengths), batch_first=True, padding_side="left")
+        for values in (packed.input_ids, torch.ones_like(packed.input_ids))
+    )
+    cache = DynamicCache(config=trunk.config)
+    with model_autocast(model):
+        states = trunk(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+    return states, cache, mask
 
 
 @contextmanager
@@ -203,6 +237,9 @@ def padding_free(model: Any) -> Iterator[None]:
             masks.append(None)
             return None
         ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
+        if not supports_packing(trunk, int(mask.sum(1).max())):
+            masks.append(None)
+            return None
         packed = pack(
             [row[real].tolist() for row, real in zip(ids, mask, strict=True)],
             [[]] * len(ids),
@@ -220,9 +257,6 @@ def padding_free(model: Any) -> Iterator[None]:
         )
         return output
 
-    if not supports_packing(trunk):
-        yield
-        return
     hooks = [
         trunk.register_forward_pre_hook(before, with_kwargs=True),
         trunk.register_forward_hook(after),
@@ -234,9 +268,28 @@ def padding_free(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def supports_packing(trunk: Any) -> bool:
-    """Whether the attention of these layers can run rows end to end."""
-    return trunk.config._attn_implementation in ("grouped", "flash_attention_2")
+def supports_packing(trunk: Any, longest: int) -> bool:
+    """Whether these layers can run rows of up to `longest` tokens end to end."""
+    attention = trunk.config._attn_implementation
+    return not carries_state(trunk) and (
+        attention == "flash_attention_2"
+        or (attention == "grouped" and not is_beyond_window(trunk, longest))
+    )
+
+
+def carries_state(trunk: Any) -> bool:
+    """Whether layers pass a state from token to token: it leaks from one row into the next."""
+    layers = set(getattr(trunk.config.get_text_config(), "layer_types", None) or [])
+    return bool(trunk._is_stateful) or not layers <= ATTENTION_LAYERS
+
+
+def is_beyond_window(trunk: Any, tokens: int) -> bool:
+    """Whether a layer's attention reaches back less than `tokens` tokens."""
+    config = trunk.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
+    kinds = (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size"))
+    windows = (getattr(config, key, None) for layer, key in kinds if layer in layers)
+    return any(window and tokens > window for window in windows)
 
 
 def packed_inputs(trunk: Any, packed: Packed, name: str, tokens: Tensor) -> dict[str, Any]:
@@ -268,8 +321,11 @@ def packed_inputs(trunk: Any, packed: Packed, name: str, tokens: Tensor) -> dict
 def flatten_states(packed: Packed, states: Tensor) -> Tensor:
     """Arrange states between two layers of `hidden_states` as (M, H).
 
-    They are (1, M, H) if the rows ran end to end, else (B, L, H).
+    They are (1, M, H) if the rows ran end to end, else (B, L, H). Several states per token (Gemma
+    3n) are returned as they are: no layer can start from them (`can_start_from_states`).
     """
+    if states.dim() > 3:
+        return states
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
 
 
@@ -364,10 +420,15 @@ def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 def can_start_from_states(model: Any, first: int) -> bool:
     """Whether the layers from `first` on give the whole model's result, on a probe.
 
-    Not those of GPT-2 and OPT, which add position embeddings to the states that they start from.
+    Not those of GPT-2 and OPT, which add position embeddings to the states that they start from,
+    nor of Gemma 3n, which has several states per token.
     """
     row = pack([[1, 2, 3]], [[]], unwrap_peft(model).device)
-    whole, [entering] = forward_layers(model, row, keep=[first])
+    with _record_inputs(model, [first]) as inputs:
+        whole = hidden_states(model, row)
+    if inputs[first].dim() != 3:
+        return False
+    entering = flatten_states(row, inputs[first])
     return torch.allclose(
         forward_layers(model, row, entering, first)[0], whole, rtol=1e-2, atol=1e-2
     )

@@ -335,7 +335,6 @@ class ResponseTrainer(SFTTrainer):
 
     TRL itself does this only with Triton; otherwise it computes logits of prompts and padding, too.
     The logits never exist as a whole, as with TRL's own loss.
-    Not for models that change logits after the head, which `load_causal_lm` refuses.
     """
 
     def compute_loss(

@@ -1,9 +1,9 @@
 """Sections of params.yaml for rounds and data: `rounds`, `assets`, `prepare`."""
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.lib.core.params.shared import ParamsSection, PathText, PromptFormat
 
@@ -77,6 +77,11 @@ class PrepareParams(ParamsSection):
         description="`plain`: the response continues the prompt; `chat`: the model's chat "
         "template.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, e.g. `{enable_thinking: false}`; needs "
+        "prompt_format chat.",
+    )
     prompt_words: int = Field(
         4,
         ge=1,
@@ -120,6 +125,15 @@ class PrepareParams(ParamsSection):
     max_eval_prompts: int = Field(
         88, ge=2, description="Largest size of the frozen evaluation set, in prompts."
     )
+
+    @model_validator(mode="after")
+    def template_is_used(self) -> "PrepareParams":
+        if self.chat_template_kwargs and self.prompt_format is PromptFormat.plain:
+            raise ValueError(
+                "chat_template_kwargs are arguments of a chat template, which prompt_format plain "
+                "does not use: set prompt_format to chat, or remove them"
+            )
+        return self
 
 
 def rounds(number: int) -> dict[str, RoundParams]:

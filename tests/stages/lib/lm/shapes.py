@@ -5,13 +5,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
 )
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
@@ -55,6 +61,29 @@ POSITIONS_ADDED = {
 # Windows as long as the longest texts of the tests: 5 tokens of a prompt and 6 of a response
 SLIDING = {"mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=11)}
 ALL_SHAPES = SHAPES | POSITIONS_ADDED | SLIDING
+# Rows that cannot run end to end, since a window is shorter than the texts or layers pass a state
+# from token to token; and logits that the config changes after the head
+GROUPS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+PADDED = {
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3),
+    "gpt_oss": GptOssConfig(
+        **GROUPS, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, pad_token_id=None
+    ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **GROUPS,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "lfm2": Lfm2Config(**GROUPS, layer_types=["conv", "full_attention", "conv"], pad_token_id=None),
+}
+CHANGED_LOGITS = {
+    "gemma2": Gemma2Config(**GROUPS, final_logit_softcapping=1.0, pad_token_id=None),
+    "cohere": CohereConfig(**SIZES, logit_scale=0.25, pad_token_id=None),
+    "granite": GraniteConfig(**SIZES, num_key_value_heads=2, logits_scaling=4.0, pad_token_id=None),
+}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
 

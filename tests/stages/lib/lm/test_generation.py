@@ -12,9 +12,12 @@ from stages.lib.lm import generation, world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.packing import padding_free
 from stages.lib.lm.scoring import reward_scores
 from tests.stages.lib.lm.shapes import (
     ALL_SHAPES,
+    CHANGED_LOGITS,
+    PADDED,
     POSITIONS_ADDED,
     PROMPTS,
     RESPONSES,
@@ -184,3 +187,40 @@ def test_a_batch_reports_each_token_and_is_full_when_all_rows_have_ended(tiny_lm
     ]
     every_token = EndTokens(2, tuple(token for token in range(40) if token != 2))
     assert lines_of(every_token) == ["[sft@r0] sampling 8/8 tokens"]
+
+
+@pytest.mark.parametrize("shape", [*PADDED, *CHANGED_LOGITS])
+def test_numbers_and_samples_are_those_of_single_rows(shape):
+    """Of transformers' own forward pass, one row at a time, without padding and cache."""
+    model = build((PADDED | CHANGED_LOGITS)[shape])
+    logprobs = token_logprobs(model, PROMPTS, RESPONSES)
+    for row, prompt, response in zip(logprobs, PROMPTS, RESPONSES, strict=True):
+        assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=1e-4)
+
+    settings = SETTINGS | {"response_length": 12, "ends": EndTokens(2, (3, 4, 5, 6, 7))}
+    sampled = generate(model, PROMPTS, generator=torch.Generator().manual_seed(3), **settings)
+    uniforms = torch.rand(len(PROMPTS), 12, generator=torch.Generator().manual_seed(3))
+    for prompt, response, row in zip(PROMPTS, sampled, uniforms, strict=True):
+        for position, token in enumerate(response):
+            ids = torch.tensor([prompt + response[:position]])
+            with torch.no_grad():
+                below = model(ids).logits[0, -1].double().softmax(-1).cumsum(-1)
+            # the first token whose cumulative probability is above the uniform
+            assert token == int((below <= row[position].double()).sum())
+    assert len({len(response) for response in sampled}) > 1  # finished rows left the batch
+
+
+@pytest.mark.parametrize("shape", PADDED)
+def test_a_padded_batch_of_a_trainer_does_not_leak(shape):
+    model = build(PADDED[shape])
+    rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    width = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad(), padding_free(model):
+        states = model.base_model(ids, attention_mask=mask).last_hidden_state
+        for row, computed in zip(rows, states, strict=True):
+            alone = model.base_model(torch.tensor([row]), attention_mask=torch.ones(1, len(row)))
+            torch.testing.assert_close(
+                computed[: len(row)], alone.last_hidden_state[0], atol=1e-4, rtol=1e-4
+            )

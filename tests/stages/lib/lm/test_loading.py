@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.launch import hide_processes
@@ -15,7 +15,7 @@ from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.lm import loading
-from stages.lib.lm.loading import load_causal_lm, resolve_dtype, setup_torch, use_one_gpu
+from stages.lib.lm.loading import resolve_dtype, setup_torch, use_one_gpu
 
 SIZES = {
     "vocab_size": 40,
@@ -25,24 +25,6 @@ SIZES = {
     "num_attention_heads": 4,
     "head_dim": 8,
 }
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        (Gemma2Config(**SIZES, num_key_value_heads=2), "final_logit_softcapping"),
-        (GraniteConfig(**SIZES, logits_scaling=8.0), "logits_scaling"),
-    ],
-)
-def test_logits_that_are_more_than_a_product_are_refused(tmp_path, config, key):
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=rf"config\.json's {key} changes the logits"):
-        load_causal_lm(tmp_path, ModelParams(dtype="float32"))
-
-
-def test_logits_scaled_by_one_are_accepted(tmp_path):
-    AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)).save_pretrained(tmp_path)
-    assert load_causal_lm(tmp_path, ModelParams(dtype="float32")).config.logits_scaling == 1.0
 
 
 @pytest.mark.parametrize(

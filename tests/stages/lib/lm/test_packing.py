@@ -4,10 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.progress import reporting
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
@@ -17,7 +15,6 @@ from tests.stages.lib.lm.shapes import (
     PROMPTS,
     RESPONSES,
     SHAPES,
-    SIZES,
     build,
     with_adapters,
 )
@@ -104,12 +101,6 @@ def test_flash_attention_finds_the_rows_by_their_positions(shape, monkeypatch):
         for p, r in zip(PROMPTS, RESPONSES, strict=True)
     ]
     torch.testing.assert_close(states, torch.cat(single))
-
-
-def test_a_sliding_window_shorter_than_the_texts_is_refused():
-    model = build(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4))
-    with pytest.raises(BadInput, match="sdpa"):
-        hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
