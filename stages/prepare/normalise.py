@@ -18,11 +18,12 @@ from stages.lib.data.prompts import transcript
 from stages.lib.metrics.text import words
 from stages.prepare.turns import Defect, Messages, Tie, Turns, parse, parse_dialogue
 
-# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca. Within a text they mean that the next turn
-# was not cut off, or that a template was applied twice.
+# Of Anthropic's transcripts, ChatML, Llama 2 and 3, Alpaca, Gemma, Zephyr and Nemotron. Within a
+# text they mean that the next turn was not cut off, or that a template was applied twice.
 ROLE_MARKERS = (
     *("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>"),
-    *("[INST]", "[/INST]", "### Instruction:", "### Response:"),
+    *("[INST]", "[/INST]", "### Instruction:", "### Response:", "<|start_header_id|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<extra_id_1>"),
 )
 # At the start of a line: the turn of another speaker ("Assistant: Human: And you?"), frequent in
 # public preference data. A prompt that is one text may contain them: it is formatted by its author.

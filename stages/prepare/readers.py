@@ -162,15 +162,32 @@ def choose(first: str, second: str, by: str, meanings: Mapping[Any, int | None])
     return lambda raw: better(prompt_of(raw), (raw[first], raw[second]), choice(raw, by, meanings))
 
 
-def strength(first: str, second: str, by: str, prompt: str) -> Read:
+def strength(first: str, second: str, by: str, prompt: Callable[[Row], Messages]) -> Read:
     """As `choose`, by a number: negative if the first response is better, 0 for a tie."""
 
     def read(raw: Row) -> Rows:
         number = number_of(raw, by)
         best = int(number > 0) if number else None
-        return better(with_context({}, parse(raw[prompt], prompt)), (raw[first], raw[second]), best)
+        return better(prompt(raw), (raw[first], raw[second]), best)
 
     return read
+
+
+def context(raw: Row) -> Messages:
+    return turns(raw["context"], "context")
+
+
+HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
+
+
+def helpsteer(raw: Row) -> Messages:
+    """HelpSteer's prompt: one turn, or several with <extra_id_1> between them."""
+    first, *rest = HELPSTEER_TURN.split(text_of(raw, "prompt"))
+    messages = [{"role": "user", "content": first}] + [
+        {"role": speaker.lower(), "content": text}
+        for speaker, text in zip(rest[::2], rest[1::2], strict=True)
+    ]
+    return with_context(raw, messages)
 
 
 def demonstration(response: str) -> Read:
@@ -202,9 +219,9 @@ def has_talk(raw: Row) -> bool:
     return not raw.get("prompt") and any(raw.get(name) for name in TALKS)
 
 
-def rated(response: str, rating: str) -> Read:
+def rated(response: str, rating: str, prompt: Callable[[Row], Turns] = given) -> Read:
     return lambda raw: [
-        {"prompt": given(raw), "completion": raw[response], "rating": number_of(raw, rating)}
+        {"prompt": prompt(raw), "completion": raw[response], "rating": number_of(raw, rating)}
     ]
 
 
@@ -244,7 +261,7 @@ def nectar(raw: Row) -> Rows:
 
 def nemo_rl(raw: Row) -> Rows:
     rated = [(-number_of(item, "rank"), item["completion"]) for item in raw["completions"]]
-    return ranked(turns(raw["context"], "context"), rated)
+    return ranked(context(raw), rated)
 
 
 RANKINGS = {"scores": 1, "ratings": 1, "ranks": -1, "rank": -1, "ranking": -1}

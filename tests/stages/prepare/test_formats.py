@@ -183,9 +183,15 @@ CASES: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
                 "response_1": "Red.",
                 "response_2": "Blue.",
                 "preference_strength": 1,
-            }
+            },
+            {
+                "prompt": "Sky?\n<extra_id_1>Assistant\nUp.\n<extra_id_1>User\nColour?",
+                "response_1": "Blue.",
+                "response_2": "Red.",
+                "preference_strength": -3,
+            },
         ],
-        [PAIR],
+        [PAIR, TALK_PAIR],
     ),
     (
         "HelpSteer 1 and 2",
@@ -413,6 +419,10 @@ def test_each_form_is_tried_and_documented() -> None:
         ({"prompt": "Sky?", "responses": ["a", "b", "c"], "ranking": [2, 0, 1]}, "may be the"),
         ({"prompt": "Sky?", "responses": ["a", "b", "c"], "ranks": [2, 1]}, "3 `responses` and 2"),
         ({"message_id": "1", "message_tree_id": "2", "text": "Hi"}, "the file of trees"),
+        (
+            {"prompt": [USER], "completion": "<start_of_turn>user"},
+            "the role marker <start_of_turn>",
+        ),
         ({"info": {"article": "x"}, "summaries": [], "choice": 0}, "news articles"),
         ({"instruction": "Sky?", "completions": ["Blue."]}, "not as in UltraFeedback: "),
         (
