@@ -80,8 +80,8 @@ class Audit:
             raise BadInput(
                 f"{bad} of {total} rows are bad, more than prepare.max_bad_share {max_share};"
                 f" the first:\n{first}\n"
-                "correct the rows (`rondo check-data FILE` lists all but those that a chat template"
-                " refuses), or raise prepare.max_bad_share to continue without them"
+                "correct the rows (`rondo check-data SOURCE` lists all of them), or raise"
+                " prepare.max_bad_share to continue without them"
             )
 
     def drop_contradictions(self, rows: list[SourceRow]) -> list[SourceRow]:

@@ -7,10 +7,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import load_params
+from stages.lib.core.params import PARAMS_FILE, load_params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.prompts import PromptRefused, render_prompt
@@ -62,16 +62,15 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
         cast(SourceRow, reading.row | {"where": reading.where}) for reading in parsed if reading.row
     ]
     bad = [(reading.where, reading.defect) for reading in parsed if reading.defect]
-    bad += [
-        (
-            rows[index]["where"],
-            Defect(f"contradiction: {rows[other]['where']} prefers the other text"),
-        )
+    rendering = project_rendering()
+    excluded = {
+        index: Defect(f"contradiction: {rows[other]['where']} prefers the other text")
         for index, other in contradictions(rows).items()
-    ]
-    usable = len(rows) - len(contradictions(rows))
-    print(f"{named}: {len(raw_rows)} rows, {usable} of them can be used")
-    for name, text in describe(parsed, rows, source, raw_rows):
+    } | refused_by_template(rows, rendering)
+    bad += [(rows[index]["where"], defect) for index, defect in excluded.items()]
+    print(f"{named}: {len(raw_rows)} rows, {len(rows) - len(excluded)} of them can be used")
+    shown = shown_rows(raw_rows, source, rendering) if rows else ()
+    for name, text in itertools.chain(describe(parsed, rows, source), shown):
         print(f"  {name:<11}{text}")
     if not bad:
         return 0
@@ -83,11 +82,39 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
     return EXIT_BAD_ROWS
 
 
+class Rendering(NamedTuple):
+    """How the project turns prompts into text; outside of a project, by the defaults."""
+
+    prompt_format: PromptFormat
+    tokenizer: Any  # of assets/model; None: it is not there
+    note: str = ""
+
+
+def project_rendering() -> Rendering:
+    prompt_format, tokenizer = PrepareParams().prompt_format, None
+    if PARAMS_FILE.exists():
+        prompt_format = load_params().prepare.prompt_format
+    if (MODEL / "tokenizer.json").exists():
+        tokenizer = read_tokenizer()
+    if prompt_format is PromptFormat.chat and tokenizer is None:
+        return Rendering(PromptFormat.plain, None, " (no assets/model yet, so no chat template)")
+    return Rendering(prompt_format, tokenizer)
+
+
+def refused_by_template(rows: list[SourceRow], rendering: Rendering) -> dict[int, Defect]:
+    """By index, the rows whose prompt the project's chat template refuses."""
+    refused: dict[int, Defect] = {}
+    if rendering.prompt_format is PromptFormat.chat:
+        for index, row in enumerate(rows):
+            try:
+                render_prompt(rendering.tokenizer, row["prompt"], rendering.prompt_format)
+            except PromptRefused as error:
+                refused[index] = Defect(f"the chat template refuses the prompt: {error.__cause__}")
+    return refused
+
+
 def describe(
-    parsed: list[Reading],
-    rows: list[SourceRow],
-    source: SourceParams,
-    raw_rows: list[tuple[str, Any]],
+    parsed: list[Reading], rows: list[SourceRow], source: SourceParams
 ) -> Iterator[tuple[str, str]]:
     """(name, text) of each line on the source as a whole."""
     forms = Counter(reading.form for reading in parsed)
@@ -98,11 +125,9 @@ def describe(
     if ignored := Counter(name for reading in parsed for name in reading.ignored):
         names = (f"{name} ({count})" for name, count in ignored.most_common(SHOWN_COLUMNS))
         yield "ignored", f"columns {', '.join(names)}"
-    if not rows:
-        return
-    yield from describe_rows(rows)
-    yield "params", f"prepare.sources: [{params_line(source)}]"
-    yield from shown_rows(source, raw_rows)
+    if rows:
+        yield from describe_rows(rows)
+        yield "params", f"prepare.sources: [{params_line(source)}]"
 
 
 def params_line(source: SourceParams) -> str:
@@ -117,14 +142,11 @@ def params_line(source: SourceParams) -> str:
     return f"{{path: {source.path}{split}{f', columns: {{{columns}}}' if columns else ''}}}"
 
 
-def shown_rows(source: SourceParams, raw_rows: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+def shown_rows(
+    raw_rows: list[tuple[str, Any]], source: SourceParams, rendering: Rendering
+) -> Iterator[tuple[str, str]]:
     """The first rows: the prompt as the model sees it, and its responses."""
-    has_project, has_model = Path("params.yaml").exists(), (MODEL / "tokenizer.json").exists()
-    prompt_format = load_params().prepare.prompt_format if has_project else PromptFormat.plain
-    tokenizer = read_tokenizer() if has_model else None
-    note = ""
-    if prompt_format is PromptFormat.chat and not has_model:
-        prompt_format, note = PromptFormat.plain, " (no assets/model yet, so no chat template)"
+    prompt_format, tokenizer, note = rendering
     config = PrepareParams(prompt_format=prompt_format)
     usable = (one for one in readings(raw_rows, source.columns, config) if one.row)
     yield "rows", f"the first, as with prepare.prompt_format {prompt_format.value}{note}"
@@ -132,8 +154,8 @@ def shown_rows(source: SourceParams, raw_rows: list[tuple[str, Any]]) -> Iterato
         row = reading.row
         try:
             texts = {"prompt": render_prompt(tokenizer, row["prompt"], prompt_format)}
-        except PromptRefused as refused:
-            texts = {"prompt": f"refused by the chat template: {refused.__cause__}"}
+        except PromptRefused:
+            texts = {"prompt": "refused by the chat template"}
         texts |= {name: row[name] for name in ("chosen", "rejected", "completion") if name in row}
         yield "", reading.where
         for name, text in texts.items():

@@ -1,6 +1,7 @@
 """`rondo check-data` on small files, and the schema of a row."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def test_the_rows_are_shown_with_the_line_for_params(
     (tmp_path / "params.yaml").write_text(chat)
     check_data(file, "train", columns)
     assert "prompt_format plain (no assets/model yet" in capsys.readouterr().out
+
+
+def test_what_the_chat_template_of_the_project_refuses(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "params.yaml").read_text()
+    Path("params.yaml").write_text(text.replace("prompt_format: plain", "prompt_format: chat"))
+    model = workspace / "assets/model"
+    copy = workspace / "copy"
+    shutil.copytree(model, copy)
+    model.unlink()
+    shutil.move(copy, model)
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    rest = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template + rest)
+    rows = [{"system": "Be brief.", **PAIRS[0]}, PAIRS[1]]
+    file = write(workspace / "mine.jsonl", rows)
+    assert check_data(file, "train", {}) == 2
+    output = capsys.readouterr().out
+    assert "2 rows, 1 of them can be used" in output
+    assert f"{file}:1: the chat template refuses the prompt: no system" in output
+    assert "               prompt     '<user> Question 1?'\n" in output
 
 
 def test_an_unknown_form_has_its_keys_the_nearest_form_and_a_mapping(
