@@ -6,7 +6,6 @@ Run: `rondo check-data SOURCE`.
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from stages.lib.core.errors import BadInput
