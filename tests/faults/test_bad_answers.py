@@ -140,7 +140,13 @@ def test_a_deep_answer_of_a_judge() -> None:
 
 def test_replies_of_a_judges_server(server: RawServer) -> None:
     judge = EndpointJudge(
-        EndpointParams(base_url=f"{server.url}/v1", model="wise", max_retries=0, concurrency=1),
+        EndpointParams(
+            base_url=f"{server.url}/v1",
+            model="wise",
+            rubric="Prefer A.",
+            max_retries=0,
+            concurrency=1,
+        ),
         cache=Path("cache"),
     )
     numbers = iter(range(10**9))
@@ -166,14 +172,18 @@ def test_an_endless_reply_of_a_judges_server(
 ) -> None:
     monkeypatch.setattr(http_session, "MAX_REPLY_BYTES", 1 << 20)
     server.body, server.endless, server.status = b" " * 65536, True, status
-    endpoint = EndpointParams(base_url=f"{server.url}/v1", model="wise", max_retries=0)
+    endpoint = EndpointParams(
+        base_url=f"{server.url}/v1", model="wise", rubric="Prefer A.", max_retries=0
+    )
     with pytest.raises(Unreachable, match=r"annotate\.endpoint\.base_url"):
         EndpointJudge(endpoint, Path("cache")).compare([PAIR])
 
 
 def test_a_compressed_reply_of_a_judges_server(server: RawServer) -> None:
     server.headers["Content-Encoding"] = "gzip"
-    endpoint = EndpointParams(base_url=f"{server.url}/v1", model="wise", max_retries=0)
+    endpoint = EndpointParams(
+        base_url=f"{server.url}/v1", model="wise", rubric="Prefer A.", max_retries=0
+    )
     with pytest.raises(Unreachable, match=r"annotate\.endpoint\.base_url"):
         EndpointJudge(endpoint, Path("cache")).compare([PAIR])
 

@@ -24,7 +24,7 @@ from stages.lib.lm.loading import (
     load_tokenizer,
 )
 from stages.lib.lm.scoring import calibrate_scores
-from stages.prepare import __main__ as prepare
+from stages.prepare import sources
 from tests.faults.bad import bad_bytes, bad_json, try_bad
 from tests.flows.serving.conftest import models, params  # noqa: F401 - fixtures
 
@@ -110,12 +110,12 @@ def test_tokenizers(good: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> N
     """By the stages with models, and by prepare, which has its own reader."""
     path = good / "base" / name
     content = path.read_bytes()
-    monkeypatch.setattr(prepare, "MODEL", good / "base")
+    monkeypatch.setattr(sources, "MODEL", good / "base")
     size = len(load_tokenizer(good / "base"))
 
     def load(bad: bytes) -> Any:
         path.write_bytes(bad)
-        tokenizers = load_tokenizer(good / "base"), prepare.read_tokenizer()
+        tokenizers = load_tokenizer(good / "base"), sources.read_tokenizer()
         return [tokenizer("The dinner").input_ids for tokenizer in tokenizers]
 
     def check(_: bytes, ids: Any) -> None:

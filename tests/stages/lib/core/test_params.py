@@ -27,7 +27,7 @@ from stages.lib.core.params.data import rounds
         ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
         (
             "annotate: {annotator: judge, judge: endpoint, endpoint: {model: wise}}",
-            r"annotate.judge is endpoint: set annotate.endpoint.base_url \(docs/annotate.md\)",
+            r"is endpoint: set annotate.endpoint.base_url and annotate.endpoint.rubric \(docs",
         ),
         (
             "annotate: {constitution: a.txt, revisions: 1}",
