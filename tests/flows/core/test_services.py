@@ -138,6 +138,8 @@ def test_a_user_without_passwd_entry_and_home_has_a_name_and_a_cache(tmp_path: P
 def test_a_proxy_or_certificate_that_cannot_be_used_is_named_at_once(
     home: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for other in [other for other in os.environ if other.lower().endswith("_proxy")]:
+        monkeypatch.delenv(other)  # one in lower case is used in place of one in upper case
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "::1,10.0.0.0/8,.corp")
     prefect_environment(home)
