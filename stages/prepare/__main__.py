@@ -60,12 +60,6 @@ from stages.prepare.tweets import tweet_sets
 
 TWEETS = ASSETS / "data/tweets.tsv"
 EXAMPLES = 3  # rows per set in the report
-NO_SHORTCUTS: dict[str, Any] = {  # without pairs
-    "train_pairs": 0,
-    "held_out_pairs": 0,
-    "rules": [],
-    "words": {"chosen": [], "rejected": []},
-}
 
 
 def main(params: Params, round_: str) -> None:
@@ -232,7 +226,7 @@ def describe(sets: DataSets, seed: int) -> dict[str, Any]:
             for name, rows in sets.items()
         },
         "languages": languages(texts or sets["prompts_train"], seed),
-        "shortcuts": shortcuts(train_pairs, held_out_pairs, seed) if train_pairs else NO_SHORTCUTS,
+        "shortcuts": shortcuts(train_pairs, held_out_pairs, seed),
     }
 
 

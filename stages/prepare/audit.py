@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 from stages.lib.core.errors import BadInput
 from stages.lib.core.html import render_page
 from stages.lib.core.params.data import PrepareParams
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TEXTS, HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
@@ -16,6 +17,7 @@ from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.normalise import Located, SourceRow, excerpt, row_excerpt, source_texts
+from stages.prepare.turns import Defect
 
 SHOWN_COLUMNS = 50
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
@@ -124,11 +126,10 @@ class Audit:
         kept, rendered, texts = [], [], []
         for row, prompt in zip(rows, prompts, strict=True):
             try:
-                texts.append(render_prompt(tokenizer, prompt, config.prompt_format))
+                texts.append(rendered_prompt(tokenizer, prompt, config.prompt_format))
                 rendered.append(row)
-            except PromptRefused as refused:
-                reason = f"the chat template refuses the prompt: {refused.__cause__}"
-                self.record_drop(BAD, row["where"], full_text(row), reason=reason)
+            except Defect as defect:
+                self.record_drop(BAD, row["where"], full_text(row), reason=str(defect))
         self.check_bad_share(config.max_bad_share)
         for row, length in zip(rendered, text_lengths(texts, tokenizer), strict=True):
             if length <= config.max_prompt_tokens:
@@ -158,6 +159,18 @@ class Audit:
             "bad_reasons": dict(Counter(row["reason"] for row in self.dropped.get(BAD, []))),
             "dropped": dict(self.dropped),
         }
+
+
+def rendered_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -> str:
+    """A prompt as the model sees it.
+
+    Raises:
+        Defect: the chat template refuses it.
+    """
+    try:
+        return render_prompt(tokenizer, prompt, prompt_format)
+    except PromptRefused as refused:
+        raise Defect(f"the chat template refuses the prompt: {refused.__cause__}") from None
 
 
 def contradictions(rows: Sequence[SourceRow]) -> dict[int, int]:

@@ -12,10 +12,9 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import PARAMS_FILE, load_params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.data.prompts import PromptRefused, render_prompt
 from stages.lib.data.splits import hold_out
 from stages.lib.dedup.duplicates import find_duplicates
-from stages.prepare.audit import SHOWN_COLUMNS, contradictions
+from stages.prepare.audit import SHOWN_COLUMNS, contradictions, rendered_prompt
 from stages.prepare.files import read_source
 from stages.prepare.normalise import SourcePair, SourceRow
 from stages.prepare.shortcuts import languages, lengths, shortcuts
@@ -85,19 +84,17 @@ class Rendering(NamedTuple):
     """How the project turns prompts into text; outside of a project, by the defaults."""
 
     prompt_format: PromptFormat
-    tokenizer: Any  # of assets/model; None: it is not there
+    tokenizer: Any  # of assets/model; None: a plain prompt needs none
     note: str = ""
 
 
 def project_rendering() -> Rendering:
-    prompt_format, tokenizer = PrepareParams().prompt_format, None
-    if PARAMS_FILE.exists():
-        prompt_format = load_params().prepare.prompt_format
+    prepare = load_params().prepare if PARAMS_FILE.exists() else PrepareParams()
+    if prepare.prompt_format is PromptFormat.plain:
+        return Rendering(PromptFormat.plain, None)
     if (MODEL / "tokenizer.json").exists():
-        tokenizer = read_tokenizer()
-    if prompt_format is PromptFormat.chat and tokenizer is None:
-        return Rendering(PromptFormat.plain, None, " (no assets/model yet, so no chat template)")
-    return Rendering(prompt_format, tokenizer)
+        return Rendering(PromptFormat.chat, read_tokenizer())
+    return Rendering(PromptFormat.plain, None, " (no assets/model yet, so no chat template)")
 
 
 def refused_by_template(rows: list[SourceRow], rendering: Rendering) -> dict[int, Defect]:
@@ -106,9 +103,9 @@ def refused_by_template(rows: list[SourceRow], rendering: Rendering) -> dict[int
     if rendering.prompt_format is PromptFormat.chat:
         for index, row in enumerate(rows):
             try:
-                render_prompt(rendering.tokenizer, row["prompt"], rendering.prompt_format)
-            except PromptRefused as error:
-                refused[index] = Defect(f"the chat template refuses the prompt: {error.__cause__}")
+                rendered_prompt(rendering.tokenizer, row["prompt"], rendering.prompt_format)
+            except Defect as defect:
+                refused[index] = defect
     return refused
 
 
@@ -152,8 +149,8 @@ def shown_rows(
     for reading in itertools.islice(usable, SHOWN_ROWS):
         row = reading.row
         try:
-            texts = {"prompt": render_prompt(tokenizer, row["prompt"], prompt_format)}
-        except PromptRefused:
+            texts = {"prompt": rendered_prompt(tokenizer, row["prompt"], prompt_format)}
+        except Defect:
             texts = {"prompt": "refused by the chat template"}
         texts |= {name: row[name] for name in ("chosen", "rejected", "completion") if name in row}
         yield "", reading.where

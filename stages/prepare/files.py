@@ -95,7 +95,7 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
         Unreachable: a source is on the hub, which cannot be reached.
     """
     path = Path(source.path)
-    if not path.exists() and source.path.count("/") == 1 and not is_data(path):
+    if is_hub_id(source.path):
         refused = f"no such file, and the hub does not give split {source.split}"
         data = hub.load_data_set(source.path, "prepare.sources", refused, split=source.split)
         rows = located(source.path, enumerate(data, 1))
@@ -121,7 +121,7 @@ def local_files(source: SourceParams) -> list[Path]:
     path = Path(source.path)
     if path.is_dir():
         return [] if is_saved(path) else folder_files(path, source.split)
-    if not path.exists() and source.path.count("/") == 1 and not is_data(path):
+    if is_hub_id(source.path):
         return []
     if not path.is_file() or not is_data(path):
         raise BadInput(
@@ -152,6 +152,11 @@ def folder_files(path: Path, split: str) -> list[Path]:
 def file_type(path: Path) -> str:
     """The suffix of a file, without the one of its compression."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def is_hub_id(named: str) -> bool:
+    """Whether a source is a data set of the hub, and no path here."""
+    return named.count("/") == 1 and not Path(named).exists() and not is_data(Path(named))
 
 
 def is_data(path: Path) -> bool:

@@ -63,32 +63,21 @@ FORMATS = (
             readers.label_of(raw) is not None and readers.has_talk(raw) and not raw.get("chosen")
         ),
     ),
-    Format(
-        "ShareGPT DPO (LLaMA-Factory)",
-        ("conversations", "chosen", "rejected"),
-        PAIR,
-        readers.two("chosen", "rejected", "conversations"),
-        "the prompt is `conversations`",
-        CONTEXT,
-        readers.ends_with_user,
-    ),
-    Format(
-        "Axolotl DPO",
-        ("messages", "chosen", "rejected"),
-        PAIR,
-        readers.two("chosen", "rejected", "messages"),
-        "the prompt is `messages`",
-        CONTEXT,
-        readers.ends_with_user,
-    ),
-    Format(
-        "Axolotl DPO, `conversation`",
-        ("conversation", "chosen", "rejected"),
-        PAIR,
-        readers.two("chosen", "rejected", "conversation"),
-        "the prompt is `conversation`",
-        CONTEXT,
-        readers.ends_with_user,
+    *(
+        Format(
+            name,
+            (column, "chosen", "rejected"),
+            PAIR,
+            readers.two("chosen", "rejected", column),
+            f"the prompt is `{column}`",
+            CONTEXT,
+            readers.ends_with_user,
+        )
+        for name, column in (
+            ("ShareGPT DPO (LLaMA-Factory)", "conversations"),
+            ("Axolotl DPO", "messages"),
+            ("Axolotl DPO, `conversation`", "conversation"),
+        )
     ),
     Format(
         "Alpaca DPO, Orca DPO",

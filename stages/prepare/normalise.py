@@ -96,7 +96,7 @@ def normalise(
     """Check a row, and bring its texts into the shape of the prompt format.
 
     Args:
-        row: of `formats.read_row`.
+        row: of `formats.trl_rows`.
         prompt_format: decides the shape of the texts (see `shape`).
         special_tokens: of the tokenizer; no text may contain one.
         speaker_markers: whether a turn may contain the marker of another speaker.

@@ -153,8 +153,11 @@ def shortcuts(
         {train_pairs, held_out_pairs: pairs measured; rules: [{rule, train, held_out: accuracies,
         pays: whether it is a shortcut, meaning: a sentence}]; words: {chosen, rejected: the words
         that predict each}}. A fixed rule is judged on all pairs together; TF-IDF, which is trained
-        on one side, on the held-out pairs.
+        on one side, on the held-out pairs. Without training pairs nothing is measured.
     """
+    if not train:
+        no_words: dict[str, list[str]] = {"chosen": [], "rejected": []}
+        return {"train_pairs": 0, "held_out_pairs": 0, "rules": [], "words": no_words}
     model = word_model(train, held_out, seed)
     train, held_out = subsample(train, MAX_PAIRS, seed), subsample(held_out, MAX_PAIRS, seed)
     all_pairs = [*train, *held_out]

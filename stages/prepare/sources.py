@@ -245,7 +245,7 @@ def _of_row(
         yield reading._replace(defect=defect)
         return
     for number, row in enumerate(rows, 1):
-        place = where if len(rows) == 1 else f"{where}.{number}"
+        location = where if len(rows) == 1 else f"{where}.{number}"
         try:
             if isinstance(row, Defect):
                 raise row
@@ -253,9 +253,9 @@ def _of_row(
                 row, config.prompt_format, special_tokens, config.speaker_markers, ignored
             )
             flag = is_conversation(row)
-            yield reading._replace(where=place, row=texts | further, is_conversation=flag)
+            yield reading._replace(where=location, row=texts | further, is_conversation=flag)
         except Defect as defect:
-            yield reading._replace(where=place, defect=defect)
+            yield reading._replace(where=location, defect=defect)
 
 
 def is_conversation(row: Row) -> bool:
@@ -277,16 +277,16 @@ def compared(responses: Sequence[Reading]) -> Iterator[Reading]:
             yield reading._replace(row={}, defect=defect)
     for one, other in itertools.combinations(responses, 2):
         better, worse = sorted((one, other), key=lambda reading: -reading.row["rating"])
-        place = f"{better.where}-{worse.where.rpartition(':')[2]}"
+        location = f"{better.where}-{worse.where.rpartition(':')[2]}"
         texts = {"chosen": better.row["completion"], "rejected": worse.row["completion"]}
         rest = {key: better.row[key] for key in better.row if key not in ("completion", "rating")}
         if one.row["rating"] == other.row["rating"]:
             tie = Tie("two responses have the same rating")
-            yield better._replace(where=place, row={}, defect=tie)
+            yield better._replace(where=location, row={}, defect=tie)
         elif prompt_key(texts["chosen"]) == prompt_key(texts["rejected"]):
-            yield better._replace(where=place, row={}, defect=Tie(SAME))
+            yield better._replace(where=location, row={}, defect=Tie(SAME))
         else:
-            yield better._replace(where=place, row=rest | texts)
+            yield better._replace(where=location, row=rest | texts)
 
 
 def read_rows(
