@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from stages.lib.core.champion import anchor_path
-from stages.lib.core.files import is_placeholder, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.lm.loading import (
-    check_vocabulary,
     load_causal_lm,
     load_policy,
-    load_reward_model,
+    load_reward_model_for,
     load_tokenizer,
 )
 from stages.lib.lm.logprobs import token_logprobs
@@ -58,10 +57,7 @@ class Evaluator:
         anchor = anchor_path(round_)
         same = anchor == self.sft_path
         self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
-        self.reward = None
-        if not is_placeholder(self.reward_path):
-            check_vocabulary(self.reward_path, self.tokenizer)
-            self.reward = load_reward_model(self.reward_path, params.model)
+        self.reward = load_reward_model_for(self.tokenizer, self.reward_path, params.model)
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""

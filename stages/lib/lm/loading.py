@@ -22,6 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import cores, is_launched, local_rank
 from stages.lib.core.model_folders import (
@@ -335,6 +336,23 @@ def load_reward_model(
     for folder, member in zip(folders, members, strict=True):
         check_calibration(folder, member.config)
     return attach_ensemble(members[0], members[1:])
+
+
+def load_reward_model_for(
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    params: ModelParams,
+    device: torch.device | None = None,
+) -> PreTrainedModel | None:
+    """The reward model of a round, for texts of a tokenizer; None if none was trained.
+
+    Raises:
+        BadInput: it has fewer tokens than the tokenizer.
+    """
+    if is_placeholder(path):
+        return None
+    check_vocabulary(path, tokenizer)
+    return load_reward_model(path, params, device)
 
 
 def attach_ensemble(

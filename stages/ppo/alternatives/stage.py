@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import is_placeholder, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import ModelParams
@@ -25,9 +25,8 @@ from stages.lib.judging.loading import load_primary_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
-    check_vocabulary,
     load_causal_lm,
-    load_reward_model,
+    load_reward_model_for,
     load_tokenizer,
 )
 from stages.lib.lm.responses import Response, score_responses
@@ -228,10 +227,8 @@ def load_models(
         model: section `model` of params.yaml, for the policy and its reference.
         saved: the state from which the run resumes.
     """
-    reward, reward_model = stage_dir(round_, "reward") / "model", None
-    if not is_placeholder(reward):
-        check_vocabulary(reward, prompts.tokenizer)
-        reward_model = load_reward_model(reward, params.model)
+    reward = stage_dir(round_, "reward") / "model"
+    reward_model = load_reward_model_for(prompts.tokenizer, reward, params.model)
     policy = load_causal_lm(stage_dir(round_, "sft") / "model", model)
     return TrainingContext(
         params=params,

@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import is_placeholder
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.loading import (
-    check_vocabulary,
     default_device,
     load_causal_lm,
-    load_reward_model,
+    load_reward_model_for,
     load_tokenizer,
 )
 from stages.lib.lm.logprobs import compare_states, response_logprobs
@@ -331,9 +329,9 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
     device = torch.device("cpu") if sharded else default_device()
     policy, tokenizer = load_causal_lm(sft, params.model, device), load_tokenizer(sft)
     reward_model = None
-    if not ppo.reward_url and not is_placeholder(reward):
-        check_vocabulary(reward, tokenizer)
-        reward_model = load_reward_model(reward, params.model, device)
+    if not ppo.reward_url:
+        reward_model = load_reward_model_for(tokenizer, reward, params.model, device)
+    if reward_model is not None:
         # in bfloat16 a score near 3 changes in steps of 0.016
         reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
