@@ -68,7 +68,7 @@ def test_ppo_trains_on_the_services_scores_and_loads_no_reward_model(
     def refuse(*_: object) -> None:
         raise AssertionError("a reward model was loaded")
 
-    monkeypatch.setattr(roles, "load_reward_model", refuse)
+    monkeypatch.setattr(roles, "load_reward_model_for", refuse)
     ppo(with_url(local, url, score_clip=1.0, missing_eos_penalty=0.25), "r0")
     rows = list(read_rollouts(Path("rounds/r0/ppo/rollouts")))
     assert len(rows) == 8
