@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,10 @@ def test_git_changes_no_byte_of_a_file(tmp_path: Path) -> None:
     clone = ["git", "clone", "-q", "-c", "core.autocrlf=true", str(ROOT), str(tmp_path / "clone")]
     subprocess.run(clone, check=True)
     assert b"\r" not in (tmp_path / "clone/dvc.yaml").read_bytes()
+
+
+def test_the_files_of_make_mutants_exist() -> None:
+    """`make mutants`, which takes an hour, ends at once if one of its files was moved."""
+    mutmut = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    patterns = [*mutmut["only_mutate"], *mutmut["pytest_add_cli_args_test_selection"]]
+    assert [pattern for pattern in patterns if not list(ROOT.glob(pattern))] == []
