@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.exact_answer import solves
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, read_jsonl
@@ -45,6 +46,8 @@ def params(make_round, server, tmp_path, monkeypatch):
         "mini_batch_size": 4,
         "micro_batch_size": 4,
         "total_episodes": 8,
+        "critic": "policy",
+        "reward_weight": 0,
         "rewards": [*REWARDS, {"name": "far", "url": server.url}],
     }
     return check_params(made, "test")
@@ -95,3 +98,8 @@ def test_a_column_that_the_data_lack_is_named(params, algorithm):
     prepare(params, "r0")
     with pytest.raises(BadInput, match=r"ppo\.rewards exact: its function requires answer"):
         ppo(params, "r0")
+
+
+def test_the_judge_adds_by_itself():
+    responses = [" 23", "22", "24 or so", "", "9" * 5000]
+    assert solves(["10 + 13 ="] * 5, responses) == [0, -1, -100, -100, -100]
