@@ -15,7 +15,16 @@ from stages.lib.metrics.stats import (
     pearson,
     prompts_needed,
     wilson_interval,
+    with_interval,
 )
+
+
+def test_the_names_of_a_mean_and_its_interval():
+    assert with_interval("rise", (0.5, 0.4, 0.7)) == {
+        "rise": 0.5,
+        "rise_low": 0.4,
+        "rise_high": 0.7,
+    }
 
 
 def test_wilson_by_hand():

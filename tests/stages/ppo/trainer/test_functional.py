@@ -145,6 +145,32 @@ def test_sequence_level_loss_by_hand():
     assert clipped.tolist() == [True, False]
 
 
+OLD = torch.tensor([[-1.0, -2.0, -3.0], [-2.0, -1.0, -1.0], [-3.0, -1.0, -2.0]])
+RATIOS = torch.tensor([[1.5, 0.5, 9.0], [0.5, 2.0, 1.0], [1.5, 1.5, 9.0]])
+ADVANTAGES = torch.tensor([[2.0, 1.0, 5.0], [-1.0, -1.0, -1.0], [2.0, 2.0, 5.0]])
+MASK = torch.tensor([[True, True, False], [True, True, True], [True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "clipped"),
+    [
+        # -2 * 1.5 clips to -2 * 1.2, -0.5 does not to -0.8; 0.5 clips to 0.8, 2 does not to 1.2
+        (
+            F.token_policy_loss,
+            [[-2.4, -0.5, 0.0], [0.8, 2.0, 1.0], [-2.4, -2.4, 0.0]],
+            [[1, 0, 0], [1, 0, 0], [1, 1, 0]],
+        ),
+        (F.response_mean_policy_loss, [-2.9 / 2, 3.8 / 3, -2.4], [1 / 2, 1 / 3, 1.0]),
+        # ratios of whole responses: 0.75 with 2, 1 with -1, 2.25 with 2, which clips to 1.2
+        (F.response_policy_loss, [-1.5, 1.0, -2.4], [0, 0, 1]),
+    ],
+)
+def test_losses_of_tokens_and_of_responses_by_hand(loss, values, clipped):
+    losses, shares = loss(OLD + RATIOS.log(), OLD, ADVANTAGES, MASK, 0.2)
+    torch.testing.assert_close(losses, torch.tensor(values))
+    torch.testing.assert_close(shares.float(), torch.tensor(clipped, dtype=torch.float32))
+
+
 def test_value_loss_by_hand():
     # value changed 0 -> 1, clipped to 0.2, return 1: max(0, 0.64)/2; and return 0: max(1, 0.04)/2
     loss, clipped = F.value_loss(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0]), 0.2)
