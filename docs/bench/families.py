@@ -8,6 +8,7 @@ tests/stages/assets/test_families.py tries each of them too, and compares it wit
 """
 
 import argparse
+import importlib
 import re
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from stages.assets.base_model import tiny_tokenizer, write_model
 from stages.lib.core.errors import BadInput
@@ -50,6 +55,10 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+# of texts and images
+IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 64}
+SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, **IMAGES}
+QWEN_IMAGES = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, **IMAGES}
 SHARED = {"shared_expert_intermediate_size": 32}
 
 
@@ -194,6 +203,38 @@ FAMILIES = {
     "mamba": Family(
         "Mamba", "MambaConfig", {"vocab_size": 448, "hidden_size": 64, "num_hidden_layers": 2}
     ),
+    "gemma3": Family(
+        "Gemma 3 from 4B on",
+        "Gemma3Config",
+        {
+            "text_config": SIZES | DIM | {"model_type": "gemma3_text", "sliding_window": 16},
+            "vision_config": SIGLIP | {"model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": Family(
+        "Mistral Small 3.1",
+        "Mistral3Config",
+        {
+            "text_config": SIZES | DIM | {"model_type": "mistral"},
+            "vision_config": SIGLIP | {"model_type": "pixtral"},
+        },
+    ),
+    "qwen3_5": Family(
+        "Qwen3.5",
+        "Qwen3_5Config",
+        {"text_config": SIZES | DIM | DELTA, "vision_config": QWEN_IMAGES},
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLConfig",
+        {"text_config": SIZES, "vision_config": QWEN_IMAGES},
+    ),
+    "llama4": Family(
+        "Llama 4",
+        "Llama4Config",
+        {"text_config": SIZES | DIM | LOCAL_EXPERTS, "vision_config": SIGLIP},
+    ),
     "rwkv": Family(
         "RWKV 4", "RwkvConfig", {"vocab_size": 448, "hidden_size": 64, "num_hidden_layers": 2}
     ),
@@ -210,7 +251,10 @@ def random_model(name: str, folder: Path) -> Path:
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.arguments)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    kind = (
+        AutoModelForImageTextToText if "vision_config" in family.arguments else AutoModelForCausalLM
+    )
+    model = kind.from_config(config)
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=SPREAD)
@@ -233,15 +277,14 @@ def attempt(name: str, folder: Path) -> tuple[str, str, str]:
     try:
         write_model(params, written)
     except BadInput as error:
-        reason = str(error).partition("cannot compute this architecture: ")[2] or str(error)
+        reason = str(error).partition("cannot compute this architecture: ")[2]
+        reason = reason or str(error).removeprefix(f"{mine}: ")
         return "", "", re.sub(r" by \S+ nats per token, at most \S+ is rounding", "", reason)
     model = load_causal_lm(written, params.model)
     rows = "end to end" if supports_packing(model, 1) else "padded"
-    owner = (
-        "transformers"
-        if mapping[type(model.config)].__module__.startswith("transformers.")
-        else "Rondo"
-    )
+    classifier = mapping[type(model.config)]
+    of_transformers = hasattr(importlib.import_module(classifier.__module__), classifier.__name__)
+    owner = "transformers" if of_transformers else "Rondo"
     return rows, owner, "right"
 
 

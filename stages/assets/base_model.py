@@ -42,6 +42,8 @@ from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import (
     load_causal_lm,
+    load_config,
+    load_language_model_of,
     load_sequence_classifier,
     load_tokenizer,
     resolve_attention,
@@ -240,7 +242,9 @@ def load_local(path: Path) -> tuple[Any, Any]:
         )
     if not (path / "config.json").exists():
         raise BadInput(f"{cannot} it has no config.json")
-    model = load_causal_lm(path, ModelParams(dtype=Dtype.bfloat16), torch.device("cpu"))
+    has_images = hasattr(load_config(path), "vision_config")
+    load = load_language_model_of if has_images else load_causal_lm
+    model = load(path, ModelParams(dtype=Dtype.bfloat16), torch.device("cpu"))
     with damage_named(path):
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -263,11 +267,26 @@ def check_numbers(folder: Path, params: ModelParams) -> None:
         right = [name for name in ("sdpa", "eager") if is_right(folder, params, name)]
         advice = f"set model.attn_implementation to {right[0]}" if right else "choose another model"
         raise BadInput(f"{folder}: Rondo cannot compute this architecture: {reason}; {advice}")
-    if not hasattr(load_sequence_classifier(folder, params), "score"):
+    states = trunk_states(load_causal_lm(folder, params), folder)
+    classifier = load_sequence_classifier(folder, params)
+    if not hasattr(classifier, "score"):
         raise BadInput(
             f"{folder}: the classifier of its architecture has no head `score`, so no reward model "
             "can start from it; choose another model"
         )
+    if not torch.allclose(trunk_states(classifier, folder), states, rtol=1e-2, atol=1e-2):
+        raise BadInput(
+            f"{folder}: Rondo cannot compute this architecture: a classifier with the same weights "
+            "has other states, so no reward model can start from it; choose another model"
+        )
+
+
+@torch.no_grad()
+def trunk_states(model: Any, folder: Path) -> Tensor:
+    """(P, H) last hidden states of a probe, without the head."""
+    ids = load_tokenizer(folder)(PROBES[0][0], return_tensors="pt").input_ids.to(model.device)
+    states: Tensor = model.base_model(input_ids=ids).last_hidden_state[0]
+    return states.cpu()
 
 
 def is_right(folder: Path, params: ModelParams, attention: str) -> bool:

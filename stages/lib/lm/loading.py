@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -209,7 +210,12 @@ def add_classifier(config: PreTrainedConfig) -> None:
     classifier = type(
         causal.__name__.replace("ForCausalLM", "ForSequenceClassification"),
         (GenericForSequenceClassification, common),
-        {"base_model_prefix": causal.base_model_prefix, "config_class": type(config)},
+        {
+            "base_model_prefix": causal.base_model_prefix,
+            "config_class": type(config),
+            # else transformers takes it for a user's code, whose buffers it leaves as they are
+            "__module__": causal.__module__,
+        },
     )
     AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)
 
@@ -286,6 +292,29 @@ def load_causal_lm(path: Path, params: ModelParams, device: torch.device | None 
         BadInput: there is no such model.
     """
     return _load(AutoModelForCausalLM, path, params, device)
+
+
+def load_language_model_of(
+    path: Path, params: ModelParams, device: torch.device | None = None
+) -> Any:
+    """The language model in a model of texts and images, without the weights of the images.
+
+    Raises:
+        BadInput: there is no such model, or its language model has no class of its own.
+    """
+    config = load_config(path).get_text_config()
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise BadInput(
+            f"{path}: a model of texts and images, of whose language model ({config.model_type}) "
+            "transformers has no AutoModelForCausalLM; choose another model"
+        )
+    whole = _load(AutoModelForImageTextToText, path, params, device)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=whole.dtype, attn_implementation=whole.config._attn_implementation
+    )
+    model.base_model.load_state_dict(whole.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    return model.to(whole.device).eval()
 
 
 def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:

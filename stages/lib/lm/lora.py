@@ -19,6 +19,7 @@ from peft import (
     get_peft_model_state_dict,
 )
 from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -52,8 +53,9 @@ def lora_linear(
 class LoraLinearFunction(torch.autograd.Function):
     """x W' + c + s (x A') B' with gradients of x, A and B; W and c are frozen.
 
-    x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r), s the scaling. Computed in
-    the dtype of x; the gradients of A and B have their dtype.
+    x (M, in), W (out, in), c (out,) or None, A (r, in), B (out, r), s the scaling. Computed in the
+    dtype of x; the gradients of A and B have their dtype. The result is no view, so that a model
+    may change it in place (Falcon).
     """
 
     @staticmethod
@@ -66,29 +68,25 @@ class LoraLinearFunction(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        tokens, low, high = x.reshape(-1, x.shape[-1]), a.to(x.dtype), (b * scaling).to(x.dtype)
-        outer, inner = lora_linear(tokens, weight, bias, low, high)
-        ctx.save_for_backward(tokens, weight, low, high, inner)
-        ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, a.dtype
-        return outer.view(*x.shape[:-1], -1)
+        low, high = a.to(x.dtype), (b * scaling).to(x.dtype)
+        outer, inner = lora_linear(x, weight, bias, low, high)
+        ctx.save_for_backward(x, weight, low, high, inner)
+        ctx.scaling, ctx.dtype = scaling, a.dtype
+        return outer
 
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        tokens, weight, low, high, inner = ctx.saved_tensors
-        outer = gradients[0].reshape(-1, weight.shape[0])
+        x, weight, low, high, inner = ctx.saved_tensors
+        [outer] = gradients
         through = outer @ high
-        x = (
-            (outer @ weight).addmm_(through, low).view(ctx.shape)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        to_x = (outer @ weight).addmm_(through, low) if ctx.needs_input_grad[0] else None
         return (
-            x,
+            to_x,
             None,
             None,
-            (through.T @ tokens).to(ctx.dtype),
+            (through.T @ x).to(ctx.dtype),
             (outer.T @ inner).to(ctx.dtype) * ctx.scaling,
             None,
         )
@@ -128,11 +126,13 @@ class FusedLinear(Linear):
         weight, bias = self.base_layer.weight, self.base_layer.bias
         if kwargs or x.dtype != weight.dtype or not (self.cached or self.has_fast_path()):
             return super().forward(x, *args, **kwargs)
-        if self.cached:
-            tokens = x.reshape(-1, x.shape[-1])
-            return lora_linear(tokens, weight, bias, *self.cached)[0].view(*x.shape[:-1], -1)
-        outer: Tensor = LoraLinearFunction.apply(x, weight, bias, *self.adapter())
-        return outer
+        tokens = x.reshape(-1, x.shape[-1])
+        outer: Tensor = (
+            lora_linear(tokens, weight, bias, *self.cached)[0]
+            if self.cached
+            else LoraLinearFunction.apply(tokens, weight, bias, *self.adapter())
+        )
+        return outer.view(*x.shape[:-1], -1)
 
 
 @contextmanager
@@ -170,28 +170,38 @@ def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> P
     Dropout is 0, because otherwise the probability ratios would not be 1 at PPO's first update.
     """
     targets, layers = params.target_modules, None
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+    }
     if params.top_layers is not None:
         count = model.config.get_text_config().num_hidden_layers
         layers = list(range(max(count - params.top_layers, 0), count))
         # peft accepts layers_to_transform only with modules by name, not with "all-linear".
         if targets == "all-linear":
-            targets = sorted(
-                {
-                    name.rpartition(".")[2]
-                    for name, module in model.base_model.named_modules()
-                    if isinstance(module, torch.nn.Linear | Conv1D)
-                }
-            )
-    return with_fused_linear(
-        LoraConfig(
-            r=params.r,
-            lora_alpha=params.lora_alpha,
-            lora_dropout=0.0,
-            target_modules=targets,
-            task_type=task_type,
-            layers_to_transform=layers,
-        )
+            targets = sorted(linear)
+    config = LoraConfig(
+        r=params.r,
+        lora_alpha=params.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type=task_type,
+        layers_to_transform=layers,
     )
+    config.exclude_modules = [name for name in linear if is_refused(config, model, name)] or None
+    return with_fused_linear(config)
+
+
+def is_refused(config: PeftConfig, model: PreTrainedModel, module: str) -> bool:
+    """Whether peft refuses an adapter of a module, whose weight the kernels of some state space
+    models read past it.
+    """
+    try:
+        _check_lora_target_modules_mamba(config, model, module)
+    except ValueError:
+        return True
+    return False
 
 
 def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> Any:

@@ -421,12 +421,14 @@ def can_start_from_states(model: Any, first: int) -> bool:
     """Whether the layers from `first` on give the whole model's result, on a probe.
 
     Not those of GPT-2 and OPT, which add position embeddings to the states that they start from,
-    nor of Gemma 3n, which has several states per token.
+    nor of Gemma 3n, which has several states per token, nor those whose embeddings have another
+    width than the states (OPT-350m).
     """
     row = pack([[1, 2, 3]], [[]], unwrap_peft(model).device)
+    width = unwrap_peft(model).get_input_embeddings().weight.shape[-1]
     with _record_inputs(model, [first]) as inputs:
         whole = hidden_states(model, row)
-    if inputs[first].dim() != 3:
+    if inputs[first].dim() != 3 or inputs[first].shape[-1] != width:
         return False
     entering = flatten_states(row, inputs[first])
     return torch.allclose(

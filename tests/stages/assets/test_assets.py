@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     Gemma2Config,
     LlamaConfig,
@@ -284,6 +285,24 @@ def test_a_classifier_is_no_language_model(tmp_path: Path, tied: bool, message: 
     tiny_tokenizer().save_pretrained(tmp_path / "mine")
     with pytest.raises(BadInput, match=message):
         write_model(params(model=str(tmp_path / "mine")), tmp_path / "out")
+
+
+class OtherClassifier(LlamaForSequenceClassification):
+    """One that computes other states than the language model."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(lambda _, __, states: states * 1.1)
+
+
+def test_a_classifier_with_states_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = AutoModelForSequenceClassification._model_mapping._extra_content
+    monkeypatch.setitem(classes, LlamaConfig, OtherClassifier)
+    mine = local_model(tmp_path / "mine", LlamaConfig(**SIZES), tiny_tokenizer())
+    with pytest.raises(BadInput, match="a classifier with the same weights has other states"):
+        write_model(params(model=mine), tmp_path / "out")
 
 
 def test_a_reserved_pad_token_is_used() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaForCausalLM
 
+from docs.bench.families import random_model
 from stages.lib.core.errors import BadInput
 from stages.lib.core.launch import hide_processes
 from stages.lib.core.model_folders import read_config
@@ -153,6 +154,15 @@ def test_a_size_per_layer_is_no_damage(tmp_path):
     (tmp_path / "config.json").write_text('{"intermediate_size": [96, 0]}')
     with pytest.raises(BadInput, match=r"intermediate_size is \[96, 0\], expected 1 to"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen3_5"])
+def test_the_language_model_of_one_of_texts_and_images_has_its_numbers(tmp_path, family):
+    whole = AutoModelForImageTextToText.from_pretrained(random_model(family, tmp_path)).eval()
+    model = loading.load_language_model_of(tmp_path, ModelParams(dtype=Dtype.float32))
+    ids = torch.arange(5, 25).view(2, 10)
+    torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not [name for name in model.state_dict() if "vision" in name or "visual" in name]
 
 
 def test_a_language_model_is_no_reward_model(tiny_folder):

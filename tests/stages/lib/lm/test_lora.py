@@ -6,7 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from stages.lib.core.params.shared import LoraParams
+from docs.bench.families import random_model
+from stages.lib.core.params.shared import LoraParams, ModelParams
+from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.lora import (
     FusedLinear,
     adapter_disabled,
@@ -59,6 +61,31 @@ def test_outputs_and_gradients_are_pefts(both):
     for fused_weight, peft_weight in zip(*trained, strict=True):
         torch.testing.assert_close(fused_weight.grad, peft_weight.grad, rtol=1e-3, atol=1e-3)
     assert all(weight.grad is None for weight in both[0].parameters() if not weight.requires_grad)
+
+
+def test_an_output_may_be_changed_in_place(both):
+    """As Falcon's layers do."""
+    [layer] = [module for name, module in both[0].named_modules() if name.endswith("1.mlp.up_proj")]
+    tokens = torch.ones(2, 3, layer.in_features)
+    (gradient,) = torch.autograd.grad(layer(tokens).pow(2).sum(), layer.lora_A["default"].weight)
+    output = layer(tokens)
+    output *= 1.0
+    (in_place,) = torch.autograd.grad(output.pow(2).sum(), layer.lora_A["default"].weight)
+    torch.testing.assert_close(in_place, gradient)
+
+
+def test_a_module_whose_kernels_read_its_weights_has_no_adapter(tmp_path):
+    """peft refuses it: an adapter of it would not change what a GPU computes."""
+    falcon = load_causal_lm(random_model("falcon_h1", tmp_path), ModelParams(dtype="float32"))
+    for top_layers in (1, None):
+        model = add_adapters(falcon, LoraParams(r=4, top_layers=top_layers), "CAUSAL_LM")
+        adapted = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, FusedLinear)
+        }
+        assert "in_proj" in adapted and "out_proj" not in adapted
+        model.unload()
 
 
 def test_cached_adapters_are_bit_identical_and_released_at_the_end(both):

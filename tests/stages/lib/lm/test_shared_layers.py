@@ -75,6 +75,14 @@ def test_nothing_is_shared_if_positions_would_be_added_twice(shape):
     assert num_shared_layers(model, copy.deepcopy(model)) == 0
 
 
+def test_nothing_is_shared_if_embeddings_have_another_width_than_states():
+    """As in OPT-350m."""
+    config = copy.deepcopy(POSITIONS_ADDED["opt"])
+    config.word_embed_proj_dim = 16
+    model = build(config, "eager")
+    assert num_shared_layers(model, copy.deepcopy(model)) == 0
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("shape", KINDS)
 def test_checkpointed_layers_keep_less_and_have_the_same_gradients(shape, first):
