@@ -19,7 +19,7 @@ Curves = Mapping[str, Sequence[float]]
 # title, columns of curves.csv, unit
 CURVES = (
     ("Reward model's score", ("score_mean",), "standard deviations"),
-    ("Reward: score minus KL penalty", ("reward_mean",), "standard deviations"),
+    ("Reward: scores and penalties, no KL", ("reward_mean",), "standard deviations"),
     ("Judge score (not in the reward)", ("judge_score_mean", "validation_judge_score"), ""),
     ("Judge score and reward score: correlation", ("score_judge_correlation",), "correlation"),
     ("Judge score's gain over SFT", ("validation_gain_z",), "standard errors"),

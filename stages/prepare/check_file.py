@@ -30,7 +30,7 @@ from stages.prepare.sources import (
 )
 from stages.prepare.turns import Defect, Messages
 
-SEED, EXIT_BAD_ROWS = 0, 2
+SEED, EXIT_UNUSABLE = 0, 2
 CONFIG = PrepareParams(prompt_format=PromptFormat.chat)
 MIN_PAIRS = 50  # for shortcuts: with fewer, an accuracy is not meaningful
 SHOWN_ROWS, SHOWN_CHARACTERS = 3, 300  # as the model sees them
@@ -45,7 +45,7 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
         columns: its names of columns (`prepare.sources[].columns`).
 
     Returns:
-        The exit code: 0 if every row can be used, else 2.
+        The exit code: 2 if no row can be used, else 0; bad rows are left out of a run, too.
 
     Raises:
         BadInput: there is no such source, or it has no rows.
@@ -66,18 +66,18 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
         for index, other in contradictions(rows).items()
     } | refused_by_template(rows, rendering)
     bad += [(rows[index]["where"], defect) for index, defect in excluded.items()]
-    print(f"{named}: {len(raw_rows)} rows, {len(rows) - len(excluded)} of them can be used")
+    usable = len(rows) - len(excluded)
+    print(f"{named}: {len(raw_rows)} rows, {usable} of them can be used")
     shown = shown_rows(raw_rows, source, rendering) if rows else ()
     for name, text in itertools.chain(describe(parsed, rows, source), shown):
         print(f"  {name:<11}{text}")
-    if not bad:
-        return 0
-    print(f"{len(bad)} rows are bad:")
+    if bad:
+        print(f"{len(bad)} rows are bad:")
     for reason, count in Counter(str(defect).split(":")[0] for _, defect in bad).most_common():
         print(f"  {count:<11}{reason}")
     for location, defect in bad:
         print(f"{location}: {defect}")
-    return EXIT_BAD_ROWS
+    return 0 if usable else EXIT_UNUSABLE
 
 
 class Rendering(NamedTuple):
@@ -94,7 +94,11 @@ def project_rendering() -> Rendering:
         return Rendering(PromptFormat.plain, None)
     if (MODEL / "tokenizer.json").exists():
         return Rendering(PromptFormat.chat, read_tokenizer())
-    return Rendering(PromptFormat.plain, None, " (no assets/model yet, so no chat template)")
+    return Rendering(
+        PromptFormat.plain,
+        None,
+        " (no assets/model yet, so no chat template: `dvc repro assets` makes it)",
+    )
 
 
 def refused_by_template(rows: list[SourceRow], rendering: Rendering) -> dict[int, Defect]:

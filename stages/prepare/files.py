@@ -246,7 +246,7 @@ def table_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Any]]:
         text = decode(read_content(path, FIX))
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from None
-    csv.field_size_limit(len(text) + 1)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # of the whole process
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names = list(reader.fieldnames or [])
     if twice := sorted({name for name in names if names.count(name) > 1}):

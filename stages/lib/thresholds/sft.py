@@ -12,7 +12,8 @@ SFT = (
         "texts are few, or the learning rate is too low.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
-        "demonstrations",
+        "demonstrations. If the loss has risen, lower them; if the base model knows such texts "
+        "already, the loss cannot fall: lower gates.sft.loss_drop",
         default=0.2,
         description="Smallest drop of held-out loss from the base model, nats per token.",
     ),

@@ -81,7 +81,7 @@ def test_every_bad_row_is_listed_with_its_line(
         {**PAIRS[5], "chosen": ""},
     ]
     file = write(tmp_path / "mine.jsonl", [PAIRS[0], *bad, swapped, PAIRS[1]])
-    assert check_data(file, "train", {}) == 2
+    assert check_data(file, "train", {}) == 0
     output = capsys.readouterr().out.splitlines()
     assert f"{file}: 8 rows, 1 of them can be used" in output
     assert "7 rows are bad:" in output
@@ -144,7 +144,7 @@ def test_what_the_chat_template_of_the_project_refuses(
     (model / "chat_template.jinja").write_text(template + rest)
     rows = [{"system": "Be brief.", **PAIRS[0]}, PAIRS[1]]
     file = write(workspace / "mine.jsonl", rows)
-    assert check_data(file, "train", {}) == 2
+    assert check_data(file, "train", {}) == 0
     output = capsys.readouterr().out
     assert "2 rows, 1 of them can be used" in output
     assert f"{file}:1: the chat template refuses the prompt: no system" in output

@@ -1,5 +1,6 @@
 """Every form of rows, with values written by hand; files of every type; rows that are refused."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -565,6 +566,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, re
     path.write_bytes(content)
     with pytest.raises(BadInput, match=reason):
         list(read_source(SourceParams(path=str(path)), None))
+
+
+def test_a_short_table_limits_no_other_reader_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\na\n")
+    list(read_source(SourceParams(path=str(tmp_path / "a.csv")), None))
+    assert next(csv.reader(["x" * 1000])) == ["x" * 1000]
 
 
 def test_cells_of_a_table(tmp_path: Path) -> None:
