@@ -25,7 +25,11 @@ from prefect.server.api.server import create_app
 from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import temporary_database_config
-from prefect.settings import PREFECT_HOME, get_current_settings
+from prefect.settings import (
+    PREFECT_HOME,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    get_current_settings,
+)
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -50,14 +54,20 @@ def login_page() -> HTMLResponse:
     return HTMLResponse(LOGIN_PAGE)
 
 
+def address(database: Path) -> str:
+    return f"sqlite+aiosqlite:///{database}"
+
+
 def make_tables(database: Path) -> None:
     """Make Prefect's tables in a new SQLite database."""
-    with temporary_database_config(AioSqliteConfiguration(f"sqlite+aiosqlite:///{database}")):
+    with temporary_database_config(AioSqliteConfiguration(address(database))):
         asyncio.run(provide_database_interface().create_db())
 
 
 def main() -> None:
-    make_or_exit(PREFECT_HOME.value() / "prefect.db", make_tables, "prefect")
+    database, named = PREFECT_HOME.value() / "prefect.db", PREFECT_SERVER_DATABASE_CONNECTION_URL
+    if named.value() == address(database):  # not that of a team's server
+        make_or_exit(database, make_tables, "prefect")
     event.listen(Engine, "before_cursor_execute", begin_immediate, retval=True)
     app = create_app(ephemeral=get_current_settings().server.ephemeral.enabled, final=True)
     app.get("/rondo")(login_page)
