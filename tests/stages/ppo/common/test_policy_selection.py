@@ -510,11 +510,11 @@ def test_of_policies_at_the_target_and_below_it_the_judges_best_are_kept(selecto
         Candidate(one._replace(update=u, kl_per_token=kl, judge_scores=(score,)), {})
         for u, kl, score in [
             (1, 0.2, 0.3),
+            (6, 0.48, 0.9),
             (2, 0.42, 0.4),
             (3, 0.43, 0.5),
             (4, 0.47, 0.6),
             (5, 0.46, 0.6),
-            (6, 0.48, 0.9),
             (7, 0.1, 0.35),
         ]
     ]
