@@ -76,7 +76,9 @@ def test_data_are_checked_anywhere(
     monkeypatch.chdir(tmp_path)
     row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
     Path("good.jsonl").write_text(json.dumps(row) + "\n")
-    Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "chosen": ""}) + "\n")
+    bad = json.dumps({**row, "chosen": ""}) + "\n"
+    Path("some_bad.jsonl").write_text(json.dumps(row) + "\n" + bad)
+    Path("all_bad.jsonl").write_text(bad)
 
     def check(file: str) -> tuple[object, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -86,7 +88,9 @@ def test_data_are_checked_anywhere(
 
     code, _, errors = check("good.jsonl")
     assert (code, errors) == (0, "")
-    code, output, errors = check("bad.jsonl")
-    assert (code, errors) == (2, "") and "bad.jsonl:2: `chosen` is empty" in output
+    code, output, errors = check("some_bad.jsonl")
+    assert (code, errors) == (0, "") and "some_bad.jsonl:2: `chosen` is empty" in output
+    code, output, errors = check("all_bad.jsonl")
+    assert (code, errors) == (2, "") and "0 of them can be used" in output
     code, _, errors = check("none.jsonl")
     assert code == 2 and "none.jsonl: expected a file" in errors
