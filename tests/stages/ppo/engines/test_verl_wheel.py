@@ -14,7 +14,7 @@ from stages.lib.lm.loading import load_tokenizer
 from stages.ppo.alternatives.stage import load_prompts
 from stages.ppo.engines import rondo_check
 from stages.ppo.engines.job import hydra_value, write_critic
-from stages.ppo.engines.verl import METRICS, MODEL, VerlJob
+from stages.ppo.engines.verl import ACTOR, METRICS, MODEL, VerlJob
 from stages.ppo.trainer import functional
 from tests import engine_settings
 from tests.stages.ppo.engines.jobs import VERL_WHEEL, needs_verl, unpack_verl
@@ -71,7 +71,7 @@ def test_verl_says_how_a_key_that_its_config_does_not_name_is_added(job):
         rondo_check.verl(job(engine_options={name: "sdpa"}).arguments())
     config = rondo_check.verl(job(engine_options={f"+{name}": "sdpa"}).arguments())
     assert read(config, name) == "sdpa"
-    strategy = {"critic.strategy": "megatron"}
+    strategy = {f"{ACTOR}.strategy": "megatron"}  # whose settings are in another config of verl's
     with pytest.raises(Exception, match="megatron"):
         rondo_check.verl(job(engine_options=strategy).arguments())
 
