@@ -234,7 +234,7 @@ def test_git_changes_no_byte_of_a_file(tmp_path: Path) -> None:
 
 
 def test_the_files_of_make_mutants_exist() -> None:
-    """`make mutants`, which takes an hour, ends at once if one of its files was moved."""
+    """`make mutants`, which takes hours, ends at once if one of its files was moved."""
     mutmut = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
     patterns = [*mutmut["only_mutate"], *mutmut["pytest_add_cli_args_test_selection"]]
     assert [pattern for pattern in patterns if not list(ROOT.glob(pattern))] == []

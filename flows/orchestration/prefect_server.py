@@ -54,19 +54,19 @@ def login_page() -> HTMLResponse:
     return HTMLResponse(LOGIN_PAGE)
 
 
-def address(database: Path) -> str:
+def sqlite_address(database: Path) -> str:
     return f"sqlite+aiosqlite:///{database}"
 
 
 def make_tables(database: Path) -> None:
     """Make Prefect's tables in a new SQLite database."""
-    with temporary_database_config(AioSqliteConfiguration(address(database))):
+    with temporary_database_config(AioSqliteConfiguration(sqlite_address(database))):
         asyncio.run(provide_database_interface().create_db())
 
 
 def main() -> None:
     database, named = PREFECT_HOME.value() / "prefect.db", PREFECT_SERVER_DATABASE_CONNECTION_URL
-    if named.value() == address(database):  # not that of a team's server
+    if named.value() == sqlite_address(database):  # not that of a team's server
         make_or_exit(database, make_tables, "prefect")
     event.listen(Engine, "before_cursor_execute", begin_immediate, retval=True)
     app = create_app(ephemeral=get_current_settings().server.ephemeral.enabled, final=True)

@@ -263,18 +263,21 @@ def check_numbers(folder: Path, params: ModelParams) -> None:
     # In float32, an error of the code does not look like rounding. FlashAttention-2 has none.
     if resolve_attention(params) != "flash_attention_2":
         params = params.model_copy(update={"dtype": Dtype.float32})
-    if reason := why_wrong(folder, params):
+    tokenizer, model = load_tokenizer(folder), load_causal_lm(folder, params)
+    if reason := why_wrong(model, tokenizer, params):
+        del model  # room for the same one with another attention
         right = [name for name in ("sdpa", "eager") if is_right(folder, params, name)]
         advice = f"set model.attn_implementation to {right[0]}" if right else "choose another model"
         raise BadInput(f"{folder}: Rondo cannot compute this architecture: {reason}; {advice}")
-    states = trunk_states(load_causal_lm(folder, params), folder)
+    states = trunk_states(model, tokenizer)
+    del model  # room for the classifier
     classifier = load_sequence_classifier(folder, params)
     if not hasattr(classifier, "score"):
         raise BadInput(
             f"{folder}: the classifier of its architecture has no head `score`, so no reward model "
             "can start from it; choose another model"
         )
-    if not torch.allclose(trunk_states(classifier, folder), states, rtol=1e-2, atol=1e-2):
+    if not torch.allclose(trunk_states(classifier, tokenizer), states, rtol=1e-2, atol=1e-2):
         raise BadInput(
             f"{folder}: Rondo cannot compute this architecture: a classifier with the same weights "
             "has other states, so no reward model can start from it; choose another model"
@@ -282,28 +285,24 @@ def check_numbers(folder: Path, params: ModelParams) -> None:
 
 
 @torch.no_grad()
-def trunk_states(model: Any, folder: Path) -> Tensor:
+def trunk_states(model: Any, tokenizer: Any) -> Tensor:
     """(P, H) last hidden states of a probe, without the head."""
-    ids = load_tokenizer(folder)(PROBES[0][0], return_tensors="pt").input_ids.to(model.device)
+    ids = tokenizer(PROBES[0][0], return_tensors="pt").input_ids.to(model.device)
     states: Tensor = model.base_model(input_ids=ids).last_hidden_state[0]
     return states.cpu()
 
 
 def is_right(folder: Path, params: ModelParams, attention: str) -> bool:
     """Whether the numbers are those of transformers with another attention."""
+    other = params.model_copy(update={"attn_implementation": attention})
     try:
-        return not why_wrong(folder, params.model_copy(update={"attn_implementation": attention}))
+        return not why_wrong(load_causal_lm(folder, other), load_tokenizer(folder), other)
     except BadInput:  # the model's code does not have it
         return False
 
 
-def why_wrong(folder: Path, params: ModelParams) -> str:
-    """What the stages compute otherwise than transformers, or cannot compute; empty: nothing.
-
-    Raises:
-        BadInput: the model cannot be loaded.
-    """
-    tokenizer, model = load_tokenizer(folder), load_causal_lm(folder, params)
+def why_wrong(model: Any, tokenizer: Any, params: ModelParams) -> str:
+    """What the stages compute otherwise than transformers, or cannot compute; empty: nothing."""
     prompts = [tokenizer(prompt).input_ids for prompt, _ in PROBES]
     responses = [tokenizer(text, add_special_tokens=False).input_ids for _, text in PROBES]
     because = " (its layers pass a state from token to token)" if carries_state(model) else ""

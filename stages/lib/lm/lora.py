@@ -189,7 +189,9 @@ def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> P
         task_type=task_type,
         layers_to_transform=layers,
     )
-    config.exclude_modules = [name for name in linear if is_refused(config, model, name)] or None
+    if params.target_modules == "all-linear":
+        refused = sorted(name for name in linear if is_refused(config, model, name))
+        config.exclude_modules = refused or None
     return with_fused_linear(config)
 
 

@@ -86,6 +86,8 @@ def test_a_module_whose_kernels_read_its_weights_has_no_adapter(tmp_path):
         }
         assert "in_proj" in adapted and "out_proj" not in adapted
         model.unload()
+    with pytest.raises(ValueError, match="'out_proj' is incompatible"):  # not left out in silence
+        add_adapters(falcon, LoraParams(r=4, target_modules=["in_proj", "out_proj"]), "CAUSAL_LM")
 
 
 def test_cached_adapters_are_bit_identical_and_released_at_the_end(both):
