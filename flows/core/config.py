@@ -127,7 +127,7 @@ def resolve(
 
     Raises:
         BadInput: an unknown preset or key, a value out of range, lengths that do not fit together,
-            or a missing model, function or earlier round.
+            prepare.sources that nothing reads, or a missing model, function or earlier round.
 
     Example:
         >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
@@ -153,6 +153,11 @@ def resolve(
         if entry.previous not in (START, *(f"rounds/{key}" for key in params.rounds)):
             raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")
     user_files(params)  # raises if a model or function is missing
+    if params.prepare.sources and params.assets.data != "files":
+        raise BadInput(
+            f"prepare.sources: nothing reads it, since assets.data is {params.assets.data}; "
+            "add --set assets.data=files, or else --set prepare.sources=[]"
+        )
     check_lengths(params)
     return params
 

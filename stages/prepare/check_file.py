@@ -127,7 +127,7 @@ def describe(
         yield "ignored", f"columns {', '.join(names)}"
     if rows:
         yield from describe_rows(rows)
-        yield "params", f"prepare.sources: [{params_line(source)}]"
+        yield "params", f"prepare.sources: [{params_line(source)}], and assets.data: files"
 
 
 def params_line(source: SourceParams) -> str:

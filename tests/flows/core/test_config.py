@@ -89,6 +89,7 @@ def test_the_keys_that_the_form_lists_are_all_keys_of_params() -> None:
         ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
         ("keep", None, ["sft.max_length=30"], r"sft\.max_length is 30, but prepare\.max_prompt"),
         ("keep", None, ["ppo.response_length=900"], r"ppo\.response_length \(900\)"),
+        ("keep", None, ["prepare.sources=[{path: a.jsonl}]"], r"add --set assets\.data=files"),
         (
             "keep",
             None,
