@@ -252,10 +252,10 @@ def gc(*, older_than: float = 7.0, cache: Flag = False) -> None:
 def report() -> None:
     """Print the results of all rounds; write reports/summary.md and reports/report.html."""
     from flows.core.locks import current_locks
-    from flows.report import page, summary
+    from flows.report import page, round_files, summary
 
     locks = current_locks()
-    rounds = summary.known_rounds(locks)
+    rounds = round_files.known_rounds(locks)
     summary.write(rounds, locks)
     # flushed: the charts of 30 rounds take half a minute
     print(summary.text(rounds, locks), flush=True)

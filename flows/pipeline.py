@@ -48,7 +48,7 @@ from flows.orchestration.decisions import (
     own_params,
     take_over,
 )
-from flows.report import page, summary
+from flows.report import diagnosis, page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
@@ -261,7 +261,7 @@ def pipeline(
         remaining = list(addresses)
         try:
             run_stages(remaining, names, run_ref, tracker, log)
-            verdict = "; ".join(summary.verdict_lines(names, current_locks()))
+            verdict = "; ".join(diagnosis.verdict_lines(names, current_locks()))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))

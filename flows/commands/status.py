@@ -14,7 +14,7 @@ from flows.core.locks import Locks, current_locks, is_here
 from flows.core.run_locks import is_alive
 from flows.execution import dvc_stages
 from flows.execution.worktree import ENDED, workspaces
-from flows.report import summary
+from flows.report import diagnosis, round_files
 from stages.lib.core.ended_rounds import ended_names, settings_path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
@@ -54,7 +54,7 @@ def text(home: Path) -> str:
         table.add_row(stage, *states)
     of_ended = [f"{name} has ended; {settings_path(name)}" for name in sorted(ended)]
     recorded = [ABOUT_RECORDED] if any(RECORDED in states for states in by_stage.values()) else []
-    table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds, locks)
+    table_text, verdict_lines = tables.render_text(table), diagnosis.verdict_lines(rounds, locks)
     lines = [table_text, *recorded, *of_ended, *verdict_lines, *workspace_lines(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
@@ -65,7 +65,7 @@ def state(address: str, current: str | None, todo: set[str], locks: Locks) -> st
     if address == current:
         return f"runs{progress(round_, stage)}"
     verdict = (
-        summary.verdicts(round_, locks).get(stage.removeprefix("gate_"))
+        round_files.verdicts(round_, locks).get(stage.removeprefix("gate_"))
         if stage.startswith("gate_")
         else None
     )

@@ -27,7 +27,7 @@ from flows.pipeline import (
     run_id,
     run_name,
 )
-from flows.report import summary
+from flows.report import diagnosis, summary
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.params import load_params
@@ -122,8 +122,8 @@ def row(name: str, point: list[str], round_: str, locks: Locks, error: str = "")
         locks: the stages that have results.
         error: why the run failed, if stages did not run.
     """
-    cells = summary.cells_of(round_, locks)
-    (verdict,) = summary.verdict_lines([round_], locks)
+    cells = {row.title: row.cells[0].text for row in summary.rows([round_], locks)}
+    (verdict,) = diagnosis.verdict_lines([round_], locks)
     return {
         "run": name,
         "settings": ", ".join(point),

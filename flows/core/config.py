@@ -7,6 +7,7 @@ of the run change params.yaml.
 """
 
 import io
+import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,36 @@ def resolve(
         )
     check_lengths(params)
     return params
+
+
+def options_of(params: Params) -> list[str]:
+    """The options of `rondo run` that give these params: the preset that differs least from them,
+    and what differs.
+    """
+    default, wanted = Params().model_dump(mode="json"), params.model_dump(mode="json")
+    choices = []
+    for name in preset_names()[1:]:  # without `keep`, which depends on params.yaml
+        values = overlay(default, read_preset(name))
+        changes = [change for change in _settings(values, wanted) if change[0] != "rounds"]
+        choices.append((len(changes), name != DEFAULT, name, changes))
+    _, _, preset, changes = min(choices)
+    settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes)
+    options = ["--preset", preset, "--rounds", str(len(params.rounds))]
+    return [*options, *(word for setting in settings for word in ("--set", setting))]
+
+
+def _settings(
+    before: Mapping[str, Any], after: Mapping[str, Any], parent: str = ""
+) -> list[tuple[str, Any]]:
+    """The keys, as `--set` takes them, whose values differ, and the new values."""
+    changes = []
+    for key, value in after.items():
+        old, path = before.get(key), f"{parent}{key}"
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and key not in REPLACED_WHOLE:
+            changes += _settings(old, value, f"{path}.")
+        elif old != value:
+            changes.append((path, value))
+    return changes
 
 
 def check_rerun(rerun: Collection[str]) -> None:

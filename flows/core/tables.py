@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from io import StringIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,11 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> s
 def interval(mean: float, low: float | None, high: float | None) -> str:
     """A mean with its interval: `0.881 [0.832, 0.923]`; the mean alone if a bound is unknown."""
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def format_number(value: Any) -> str:
+    """Three digits; `-` for a missing number."""
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def render_text(table: Table) -> str:

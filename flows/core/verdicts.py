@@ -13,10 +13,14 @@ from stages.lib.core.validation import check_type
 
 class Check(BaseModel):
     metric: str
+    name: str
     value: float | None
     threshold: str
+    limit: float
     passed: bool
+    fault: str
     next_step: str
+    setting: str
 
 
 class Verdict(BaseModel):
@@ -67,9 +71,9 @@ def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:
-    """One line per failed check: metric, value, threshold, next step."""
+    """One line per failed check: metric, value, threshold, fault, next step."""
     return [
-        f"{format_check(check)}. {check['next_step']}"
+        f"{format_check(check)}: {check['fault']}. {check['next_step']}"
         for check in verdict["checks"]
         if not check["passed"]
     ]

@@ -29,7 +29,7 @@ from flows.core import addresses, tables, verdicts
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
-from flows.report import charts, page, summary
+from flows.report import charts, diagnosis, page, round_files
 from flows.report.round_data import extreme_samples, read_round
 from flows.tracking.records import UNFINISHED
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
@@ -155,13 +155,13 @@ class RunArtifacts:
                 )
             return
         folder = stage_dir(self.round, self.stage)
-        metrics = flatten(summary.read_metrics(self.round, self.stage, {self.address: {}}))
+        metrics = flatten(round_files.read_metrics(self.round, self.stage, {self.address: {}}))
         if rows := [{"metric": name, "value": value} for name, value in metrics]:
             yield TableArtifact(
                 key=self.key, table=table(rows), description=f"Metrics of {self.address}"
             )
         if (path := folder / "samples.jsonl").exists():
-            restore = summary.restore(path)
+            restore = round_files.restore(path)
             shown: Sequence[Mapping[str, object]]
             if self.stage == "evaluate":
                 shown = extreme_samples(read_rows(EvaluationSample, path, restore))
@@ -251,4 +251,4 @@ def gate_markdown(verdict: dict[str, Any]) -> str:
     checks = tables.markdown_table(
         header, ([check[key] for key in keys] for check in verdict["checks"])
     )
-    return html.escape(f"{summary.outcome(verdict)}\n\n{checks}", quote=False)
+    return html.escape(f"{diagnosis.outcome(verdict)}\n\n{checks}", quote=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from flows.report import summary
+from flows.report import round_files
 from flows.report.round_data import RoundResults
 from stages.lib.core.files import work_dir
 from stages.lib.core.rows import ClockRow, read_rows
@@ -52,7 +52,7 @@ def cost_rows(results: RoundResults) -> list[CostRow]:
     """Minutes and tokens of a round; rows for judges only if a judge reports its usage."""
     minutes = {
         stage: taken / 60
-        for stage in summary.STAGES
+        for stage in round_files.STAGES
         if (taken := stage_seconds(results, stage)) is not None
     }
     generated = {"ppo": policy_tokens(results), "evaluate": evaluation_tokens(results)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from flows.core.locks import Locks
 from flows.core.services import prefect_pages
-from flows.report import summary
+from flows.report import round_files
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
 
@@ -32,7 +32,7 @@ class Origin:
 
 def origins(rounds: Sequence[str], locks: Locks) -> list[Origin]:
     """Of all stages in `locks`: `assets`, which the rounds share, then round by round."""
-    addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
+    addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in round_files.STAGES)]
     return [
         Origin(address, provenance.read(address, lock), listed_md5s(lock))
         for address in addresses

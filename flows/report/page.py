@@ -10,9 +10,9 @@ from markupsafe import Markup
 from flows.core.git import revision
 from flows.core.locks import Locks, is_here
 from flows.core.services import WORKFLOW, mlflow_pages
-from flows.core.tables import short_hash
+from flows.core.tables import format_number, short_hash
 from flows.execution.worktree import run_of_folder
-from flows.report import charts, cost, policy_curves, summary
+from flows.report import charts, cost, diagnosis, policy_curves, round_files, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
 from stages.lib.core.files import REPORTS
@@ -36,6 +36,7 @@ def write(rounds: Sequence[str], locks: Locks) -> Path:
 
 def render(rounds: Sequence[str], locks: Locks) -> str:
     results, names = [read_round(name, locks) for name in rounds], list(rounds)
+    decided = diagnosis.deciding_round(names, locks) if names else ""
     return render_page(
         "flows.report",
         "report.html.jinja",
@@ -44,16 +45,18 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
             "prompt": prompt_text,
             "number": format_number,
             "short": short_hash,
+            "sentence": sentence,
         },
-        stages=summary.STAGES,
+        stages=round_files.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
         made_with=made_with(rounds, locks),
         rounds=results,
-        next_step=next_step(results),
+        answer=diagnosis.answer(decided, locks) if decided else None,
+        others=[diagnosis.answer(name, locks) for name in names if name != decided],
+        texts=texts(decided) if decided else {},
         run=run_of_folder(),
         complete=all(map(is_here, locks.values())),
-        verdicts=dict(zip(rounds, summary.verdict_lines(names, locks), strict=True)),
         table=summary.rows(names, locks),
         notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
         charts={result.name: pictures(result) for result in results},
@@ -67,6 +70,21 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
     )
 
 
+def texts(round_: str) -> dict[str, str]:
+    """The pages beside the report in which the texts of a round can be read, by what they show."""
+    pages = {
+        f"all responses of {round_}": f"{round_}/samples.html",
+        "all badcases": "badcases.html",
+        f"data of {round_}": f"{round_}/data.html",
+    }
+    return {title: page for title, page in pages.items() if (REPORTS / page).exists()}
+
+
+def sentence(text: str) -> str:
+    """The text with a capital, and a full stop if it has none."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?')) else '.'}" if text else ""
+
+
 def made_with(rounds: Sequence[str], locks: Locks) -> dict[str, Any]:
     """params.yaml, with model, data, seed and algorithm of the results if there are any."""
     settings = load_params().model_dump(mode="json")
@@ -75,19 +93,9 @@ def made_with(rounds: Sequence[str], locks: Locks) -> dict[str, Any]:
     return settings
 
 
-def next_step(results: Sequence[RoundResults]) -> str:
-    """What the first round decides that has not reached all gates, else the last round: `mend`
-    what failed, `continue` the run, or begin the next `round`.
-    """
-    if not results:
-        return "continue"
-    deciding = next((round_ for round_ in results if not round_.reached), results[-1])
-    return "mend" if deciding.failed else "round" if deciding.reached else "continue"
-
-
 def pictures(results: RoundResults) -> dict[str, list[Markup]]:
     """The charts of each stage, with the thresholds of the round's own settings."""
-    params = summary.settings_of(results.name)
+    params = round_files.settings_of(results.name)
     return {stage: draw(results, params) for stage, draw in PICTURES.items()}
 
 
@@ -184,7 +192,3 @@ def visible_text(text: Any) -> str:
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return visible_text(prompt if isinstance(prompt, str) else transcript(prompt).strip())
-
-
-def format_number(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

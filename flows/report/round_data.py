@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from flows.core import tables
 from flows.core.locks import Locks
-from flows.report import summary
+from flows.report import diagnosis, round_files
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
 from stages.gate.verdict import passed_or_approved
@@ -21,7 +22,19 @@ from stages.lib.core.types import Metrics
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
+NUMBERS = 3  # of a gate on the first screen
 SHOWN = 4  # of the best and of the worst samples, and of the badcases in each state
+
+
+class Number(NamedTuple):
+    """A number that a gate checked: its name in words, its value, the threshold, and whether it
+    passed.
+    """
+
+    name: str
+    value: str
+    wanted: str
+    passed: bool
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,8 @@ class Verdict:
     """The result of a gate.
 
     subject: what the gate checks. passed: None if the gate was not reached. approved: passed, or a
-    person approved it. may_continue: also if its policy is `warn`. checks: as in its file, failed
+    person approved it. may_continue: also if its policy is `warn`. outcome: in words. measured_on:
+    how many texts, or empty. numbers: a few, failed ones first. checks: all as in its file, failed
     ones first.
     """
 
@@ -38,7 +52,9 @@ class Verdict:
     approved: bool
     may_continue: bool
     outcome: str
-    checks: Sequence[Metrics]
+    measured_on: str = ""
+    numbers: Sequence[Number] = ()
+    checks: Sequence[Metrics] = ()
     judged: bool = True
 
     @property
@@ -46,9 +62,7 @@ class Verdict:
         """Its CSS class and its sign on the page."""
         if self.passed is None or not self.judged:
             return "", "-"
-        return (
-            ("good", "✓") if self.passed else ("warn", "!") if self.may_continue else ("bad", "✗")
-        )
+        return ("good", "✓") if self.passed else ("warn", "!") if self.approved else ("bad", "✗")
 
 
 @dataclass(frozen=True)
@@ -87,27 +101,27 @@ class RoundResults:
 
 def read_round(name: str, locks: Locks) -> RoundResults:
     """The results of a round, of the stages in `locks`."""
-    samples = summary.result_file(name, "evaluate", "samples.jsonl", locks)
-    health = summary.result_file(name, "ppo", "health.json", locks)
-    data, has_data = REPORTS / name / "data.json", summary.has_results(f"prepare@{name}", locks)
-    results, stages = summary.verdicts(name, locks), summary.STAGES
+    samples = round_files.result_file(name, "evaluate", "samples.jsonl", locks)
+    health = round_files.result_file(name, "ppo", "health.json", locks)
+    data, has_data = REPORTS / name / "data.json", round_files.has_results(f"prepare@{name}", locks)
+    results, stages = round_files.verdicts(name, locks), round_files.STAGES
     round_locks = {
         stage: lock for stage in stages if (lock := locks.get(f"{stage}@{name}")) is not None
     }
     return RoundResults(
         name=name,
-        verdicts=[verdict_of(gate, results.get(gate)) for gate in GATES],
-        metrics={stage: summary.read_metrics(name, stage, locks) for stage in stages},
+        verdicts=[verdict_of(name, gate, results.get(gate), locks) for gate in GATES],
+        metrics={stage: round_files.read_metrics(name, stage, locks) for stage in stages},
         curves={
-            stage: columns(summary.result_file(name, stage, "curves.csv", locks))
+            stage: columns(round_files.result_file(name, stage, "curves.csv", locks))
             for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(read_rows(EvaluationSample, samples, summary.restore(samples)))
+        samples=extreme_samples(read_rows(EvaluationSample, samples, round_files.restore(samples)))
         if samples
         else [],
-        findings=summary.read_json_or_nothing(health).get("findings", []),
-        data=summary.read_json_or_nothing(data if has_data and data.exists() else None),
-        versions=summary.read_manifest(name, "evaluate", locks).get("versions", {}),
+        findings=round_files.read_json_or_nothing(health).get("findings", []),
+        data=round_files.read_json_or_nothing(data if has_data and data.exists() else None),
+        versions=round_files.read_manifest(name, "evaluate", locks).get("versions", {}),
         locks=round_locks,
         provenance={
             stage: note
@@ -117,17 +131,32 @@ def read_round(name: str, locks: Locks) -> RoundResults:
     )
 
 
-def verdict_of(gate: str, result: Metrics | None) -> Verdict:
+def verdict_of(round_: str, gate: str, result: Metrics | None, locks: Locks) -> Verdict:
     if result is None:
-        return Verdict(GATES[gate], None, False, False, "not reached", [])
+        return Verdict(GATES[gate], None, False, False, "not reached")
+    checks = sorted(result["checks"], key=lambda check: check["passed"])
+    measured = [check for check in checks if check["value"] is not None or not check["passed"]]
     return Verdict(
         GATES[gate],
         result["passed"],
         passed_or_approved(result),
         result["may_continue"],
-        summary.outcome(result),
-        sorted(result["checks"], key=lambda check: check["passed"]),
+        diagnosis.outcome(result),
+        diagnosis.count_of(checks[-1], round_, locks).removeprefix(" on "),
+        [number_of(check, round_, locks) for check in measured[:NUMBERS]],
+        checks,
         "not_judged" not in result,
+    )
+
+
+def number_of(check: Metrics, round_: str, locks: Locks) -> Number:
+    """A check in words; the lower end of an interval with its mean and its upper end."""
+    ends = diagnosis.interval_of(check, round_, locks)
+    value = "missing" if check["value"] is None else tables.format_number(check["value"])
+    if ends is None:
+        return Number(check["name"], value, check["threshold"], check["passed"])
+    return Number(
+        check["name"], tables.interval(*ends), f"low end {check['threshold']}", check["passed"]
     )
 
 
@@ -165,7 +194,7 @@ def read_badcases(rounds: Sequence[str], locks: Locks) -> Badcases:
     with_ledger = (
         name
         for name in reversed(rounds)
-        if summary.has_results(f"replay@{name}", locks) and ledger_path(name).exists()
+        if round_files.has_results(f"replay@{name}", locks) and ledger_path(name).exists()
     )
     cases = next((read_ledger(name) for name in with_ledger), [])
     counts: dict[str, Counter[str]] = {}

@@ -18,13 +18,20 @@ def format_threshold(threshold: Threshold, bound: float) -> str:
     return f"{compare}{bound:.4g}"
 
 
+def advice(threshold: Threshold) -> str:
+    """What is wrong if a metric fails, and what to do then."""
+    return f"{threshold.fault}. {threshold.fix}"
+
+
 def markdown(gate: str, gates: GatesParams) -> str:
     """The thresholds of a gate as a Markdown table."""
     rows = ["| metric | threshold | why | if it fails |", "|---|---|---|---|"]
     for threshold in THRESHOLDS[gate]:
-        metric, key, why, fix = threshold.metric, threshold.bound, threshold.why, threshold.fix
+        metric, key, why = threshold.metric, threshold.bound, threshold.why
         wanted = format_threshold(threshold, getattr(getattr(gates, gate), key))
-        rows.append(f"| `{metric}` | {wanted}<br>`gates.{gate}.{key}` | {why} | {fix} |")
+        rows.append(
+            f"| `{metric}` | {wanted}<br>`gates.{gate}.{key}` | {why} | {advice(threshold)} |"
+        )
     return "\n".join(rows)
 
 

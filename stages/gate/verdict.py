@@ -15,13 +15,16 @@ from typing import Any
 
 from stages.gate.approvals import read_approval
 from stages.gate.thresholds import GATE_STAGES, format_threshold
-from stages.lib.core.errors import GateFailed
+from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import GATES, REPORTS, write_json, write_text
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.data import START
 from stages.lib.core.params.gates import Policy
+from stages.lib.core.params.policy import OFFLINE
+from stages.lib.core.params.shared import InitFrom
 from stages.lib.core.recorder import NOT_MEASURED, read_metrics
 from stages.lib.thresholds import THRESHOLDS
-from stages.lib.thresholds.form import Threshold
+from stages.lib.thresholds.form import Change, Threshold
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -62,33 +65,72 @@ def why_not_measured(metrics: Any, metric: str) -> str:
 
 
 def check_threshold(
-    gate: str, threshold: Threshold, metrics: Any, bound: float, round_: str
+    gate: str, threshold: Threshold, metrics: Any, params: Params, round_: str
 ) -> Check:
     """One line of the verdict; a NaN or infinite value or bound fails. What was not measured passes
     if it may be missing, or its stage measured nothing.
+
+    A check that failed has the fault, the next step, and in `setting` the value to try first.
     """
-    value = metric_value(metrics, threshold.metric)
+    value, bound = metric_value(metrics, threshold.metric), bound_of(gate, threshold, params)
+    fault, change = threshold.fault, threshold.change
     next_step, passed = threshold.fix.format(round=round_), False
     not_measured = threshold.optional or why_not_measured(metrics, threshold.metric)
     if value is None and not_measured:
-        next_step, passed = "", True
+        passed = True
     elif value is None or not math.isfinite(value) or not math.isfinite(bound):
-        value = None
-        next_step = (
-            f"{threshold.metric} is missing or not finite: look for NaN in the stage's "
-            "metrics.jsonl, lower its learning rate"
-        )
+        value, change = None, None
+        fault = f"{threshold.metric} is missing or not finite"
+        next_step = "Look for NaN in the stage's metrics.jsonl, lower its learning rate"
     else:
         passed = COMPARE[threshold.compare](value, bound)
+        if value < 0 and threshold.below_zero:
+            fault, change = threshold.below_zero
     return {
         "metric": threshold.metric,
+        "name": threshold.name,
         "value": value,
         "threshold": format_threshold(threshold, bound),
         "bound": f"gates.{gate}.{threshold.bound}",
+        "limit": bound,
         "passed": passed,
         "why": threshold.why,
-        "next_step": next_step,
+        "fault": "" if passed else fault,
+        "next_step": "" if passed else next_step,
+        "setting": "" if passed or change is None else setting(change, params, round_),
     }
+
+
+def bound_of(gate: str, threshold: Threshold, params: Params) -> float:
+    """The bound of a threshold in params.yaml."""
+    return float(getattr(getattr(params.gates, gate), threshold.bound))
+
+
+def setting(change: Change, params: Params, round_: str) -> str:
+    """A change of params.yaml as `--set` takes it, e.g. `sft.num_train_epochs=6`.
+
+    Epochs are those that decide: `max_steps` if it is set, `continue_epochs` in later rounds. Empty
+    if the setting does nothing in this round, or already has such a value.
+    """
+    key, factor = change
+    section, _, name = key.partition(".")
+    values = params.model_dump(mode="json")
+    if name == "num_train_epochs":
+        first = round_ not in params.rounds or params.rounds[round_].previous == START
+        continues = not first and values[section]["init_from"] == InitFrom.previous.value
+        order = ("max_steps", *(["continue_epochs"] if continues else []), name)
+        name = next(key for key in order if values[section][key])
+    old = values[section][name]
+    if not old or (section == "ppo" and params.algorithm in OFFLINE):
+        return ""
+    new = old * factor
+    if isinstance(old, int):
+        new = math.ceil(new) if factor > 1 else max(1, math.floor(new))
+    try:
+        check_params(values | {section: values[section] | {name: new}}, "setting")
+    except BadInput:
+        return ""
+    return "" if new == old else f"{section}.{name}={new:g}"
 
 
 def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
@@ -97,25 +139,22 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
     Raises:
         BadInput: the metrics of a stage are missing, or the approval is not valid.
     """
-    config = getattr(params.gates, gate)
     metrics = {stage: read_metrics(round_, stage) for stage in GATE_STAGES[gate]}
     checks = [
-        check_threshold(gate, threshold, metrics, getattr(config, threshold.bound), round_)
-        for threshold in THRESHOLDS[gate]
+        check_threshold(gate, threshold, metrics, params, round_) for threshold in THRESHOLDS[gate]
     ]
     failed = [check for check in checks if not check["passed"]]
-    approval = read_approval(round_, gate) if failed and config.policy is Policy.ask else None
+    policy: Policy = getattr(params.gates, gate).policy
+    approval = read_approval(round_, gate) if failed and policy is Policy.ask else None
     if approval and not approval.holds_for(values_by_metric(failed)):
         message = f"the approval by {approval.by} is ignored: it was given for other numbers"
         print(f"[gate_{gate}@{round_}] {message}", flush=True)
         approval = None
-    may_continue = (
-        not failed or config.policy is Policy.warn or bool(approval and approval.approved)
-    )
+    may_continue = not failed or policy is Policy.warn or bool(approval and approval.approved)
     return {
         "gate": gate,
         "round": round_,
-        "policy": config.policy.value,
+        "policy": policy.value,
         "passed": not failed,
         "may_continue": may_continue,
         "approval": approval.model_dump() if approval else None,
@@ -153,7 +192,7 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
         print(f"[gate_{gate}@{round_}] not judged: {reason}", flush=True)
     if not verdict["may_continue"]:
         failures = [
-            f"{format_check(check)}. Next: {check['next_step']}"
+            f"{format_check(check)}: {check['fault']}. {check['next_step']}"
             for check in verdict["checks"]
             if not check["passed"]
         ]

@@ -139,10 +139,11 @@ def summary(run: TrainingRun) -> Metrics:
     steps, kept = run.recorder.steps, run.selector.best
     # steps[n] is update n + 1, whose rollout was sampled by the policy after update n
     nearby_steps = steps[max(kept.update - 2, 0) : kept.update + 1]
-    names = [name for name in ROLLOUT_METRICS if name in nearby_steps[0]]
+    rewards = [f"score_{source.name}" for source in run.ppo.rewards]
+    names = [name for name in (*ROLLOUT_METRICS, *rewards) if name in nearby_steps[0]]
     means = {name: fmean(step[name] for step in nearby_steps) for name in names}
     return means | {
-        "score_mean_first": steps[0]["score_mean"],
+        **{f"{name}_first": steps[0][name] for name in ("score_mean", *rewards)},
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.ppo.batch_size,
         **run.outcome,

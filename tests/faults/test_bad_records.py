@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from flows.commands import status
 from flows.core import locks, verdicts
-from flows.report import summary
+from flows.report import diagnosis
 from stages.gate.approvals import read_approval, read_rollback
 from stages.gate.verdict import evaluate_gate, run_gate
 from stages.lib.core import user_inputs
@@ -127,7 +127,7 @@ def test_verdicts() -> None:
     def read() -> Any:
         verdict = verdicts.read_gate("r0", "reward")
         verdicts.gate_message("r0", "reward")
-        summary.verdict_lines(["r0"], {"reward@r0": {}, "battery@r0": {}})
+        diagnosis.verdict_lines(["r0"], {"reward@r0": {}, "battery@r0": {}})
         return verdict
 
     def check(content: bytes, verdict: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.report import page, summary
+from flows.report import page, round_files, summary
 from stages.annotate.__main__ import main as annotate
 from stages.assets.__main__ import main as assets
 from stages.assets.inputs import main as inputs
@@ -98,7 +98,7 @@ def run_round(settings: Params, round_: str) -> None:
 
 def reports(rounds: list[str]) -> tuple[str, str]:
     """What `rondo run` prints and writes at its end."""
-    stages = (*summary.STAGES, *(f"gate_{gate}" for gate in GATES))
+    stages = (*round_files.STAGES, *(f"gate_{gate}" for gate in GATES))
     locks: Any = {f"{stage}@{name}": {} for stage in stages for name in rounds}
     return summary.markdown(rounds, locks), page.render(rounds, locks)
 

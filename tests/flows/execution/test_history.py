@@ -18,6 +18,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import load_params
 from tests.flows.reproduce import reproduce
+from tests.verdicts import failed_check
 
 START = (
     "import pathlib; data = pathlib.Path('assets/start/evaluate/data'); "
@@ -150,8 +151,7 @@ def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
     rounds: Path, approved: bool | None, decided_on: float, ends: bool
 ) -> None:
     """decided_on: the number that the person saw; the gate's is 0.4."""
-    check = {"metric": "evaluate.win_rate", "value": 0.4, "passed": False}
-    check |= {"threshold": ">= 0.5", "next_step": "Train longer"}
+    check = failed_check("evaluate.win_rate", 0.4, ">= 0.5")
     verdict = {"gate": "promote", "round": "r0", "policy": "ask", "passed": False}
     verdict |= {"may_continue": False, "approval": None, "checks": [check]}
     write_json(Path("reports/r0/gate_promote.json"), verdict)

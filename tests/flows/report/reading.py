@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 from typing import Any
 
-from flows.report.summary import STAGES
+from flows.report.round_files import STAGES
 
 
 def all_ran(*rounds: str) -> dict[str, dict[str, Any]]:

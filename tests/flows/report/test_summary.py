@@ -9,7 +9,7 @@ import pytest
 
 from flows import cli
 from flows.core import tables
-from flows.report import summary
+from flows.report import round_files, summary
 from tests.flows.report.reading import all_ran
 
 METRICS: dict[str, dict[str, Any]] = {
@@ -55,12 +55,11 @@ def write(path: Path, value: object) -> None:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def files(project: Path) -> Path:
     for stage, metrics in METRICS.items():
-        write(tmp_path / f"rounds/r0/{stage}/metrics.json", metrics)
-    write(tmp_path / "rounds/r1/sft/metrics.json", METRICS["sft"])
-    return tmp_path
+        write(project / f"rounds/r0/{stage}/metrics.json", metrics)
+    write(project / "rounds/r1/sft/metrics.json", METRICS["sft"])
+    return project
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -73,7 +72,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> None:
-    assert summary.known_rounds(all_ran("r1", "r0")) == ["r0", "r1"]
+    assert round_files.known_rounds(all_ran("r1", "r0")) == ["r0", "r1"]
     table = rows(summary.markdown(["r0", "r1"], LOCKS))
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats per token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
@@ -89,7 +88,10 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table["badcases repaired"] == ["9 of 30, 2 by chance", "-"]
     assert table["repaired badcases that regressed"] == ["1 of 12", "-"]
     assert table["demonstrations, pairs; replayed rows"] == ["930, 1187; 0", "-"]
-    assert table["RM pairs reversed by exploits, before -> after"] == ["-", "-"]
+    assert table["RM pairs reversed by exploits, before -> after"] == ["no exploits to retest", "-"]
+    # why a number is missing, if its stage has run
+    assert table["win rate against the champion [95%]"] == ["no champion yet", "-"]
+    assert table["prompts needed to decide the win rate"] == ["decided", "-"]
 
 
 def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: float) -> None:
@@ -152,172 +154,6 @@ def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
         "evaluated with other settings (a manifest.json does not contain them)"
     )
     assert line in summary.markdown(["r0", "r1"], LOCKS)
-
-
-def gate(
-    passed: bool, may_continue: bool, approval: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    check = {
-        "metric": "reward.accuracy_low",
-        "value": 0.7,
-        "threshold": ">= 0.8",
-        "passed": passed,
-        "next_step": "Look at the data.",
-    }
-    facts = {
-        "gate": "reward",
-        "round": "r0",
-        "policy": "ask" if approval else "warn" if may_continue else "block",
-    }
-    return {
-        **facts,
-        "passed": passed,
-        "may_continue": may_continue,
-        "approval": approval,
-        "checks": [check],
-    }
-
-
-def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
-    for name in ("r0", "r1", "r2", "r3", "r4", "r5"):
-        write(files / f"rounds/{name}/reward/metrics.json", {"accuracy_low": 0.7})
-    for name in ("sft", "reward", "promote"):
-        write(files / f"reports/r0/gate_{name}.json", gate(passed=True, may_continue=True))
-        write(
-            files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", may_continue=True)
-        )
-    write(files / "reports/r1/gate_sft.json", gate(passed=True, may_continue=True))
-    write(files / "reports/r1/gate_reward.json", gate(passed=False, may_continue=False))
-    approval = {
-        "approved": True,
-        "by": "Ada",
-        "reason": "seen by hand",
-        "failed": {"reward.accuracy_low": 0.7},
-    }
-    write(
-        files / "reports/r4/gate_sft.json", gate(passed=False, may_continue=True, approval=approval)
-    )
-    # PPO on a reward model whose gate only warned
-    for name in ("sft", "reward", "promote"):
-        verdict = gate(passed=name == "sft", may_continue=name != "promote")
-        write(files / f"reports/r5/gate_{name}.json", verdict)
-    # all three only warned
-    for name in ("sft", "reward", "promote"):
-        write(files / f"reports/r2/gate_{name}.json", gate(passed=False, may_continue=True))
-    failed = "reward.accuracy_low 0.7, wanted >= 0.8"
-    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4", "r5"], LOCKS) == [
-        "r0: all gates passed",
-        f"r1: the reward model is at fault: {failed}. Look at the data.",
-        f"r2: SFT is at fault (policy: warn): {failed}. Look at the data."
-        f"; reward gate: failed (policy: warn): {failed}"
-        f"; promote gate: failed (policy: warn): {failed}",
-        f"r3: the reward model is at fault (policy: warn): {failed}. Look at the data.",
-        f"r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): {failed}",
-        f"r5: the reward model is at fault: {failed}. Look at the data.; promote gate: failed:"
-        f" {failed}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("manifest", "name"),
-    [({}, "PPO"), ({"algorithm": "dpo"}, "DPO"), ({"algorithm": "best_of_n"}, "best-of-n")],
-)
-def test_the_algorithm_that_trained_the_policy_is_at_fault(
-    files: Path, manifest: dict[str, str], name: str
-) -> None:
-    write(files / "rounds/r0/reward/metrics.json", {"accuracy_low": 0.7})
-    for gate_name in ("sft", "reward", "promote"):
-        passed = gate_name != "promote"
-        write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, may_continue=passed))
-    write(files / "rounds/r0/ppo/manifest.json", manifest)
-    [line] = summary.verdict_lines(["r0"], LOCKS)
-    assert line.startswith(f"r0: {name} is at fault: ")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "needed", "verdict"),
-    [
-        (0.51, 0.62, None, "helped"),
-        (0.38, 0.49, None, "hurt"),
-        (0.49, 0.6, 230, "no difference shown (about 230 prompts would decide)"),
-        (0.5, 0.5, None, "no difference shown"),
-    ],
-)
-def test_whether_a_round_helped_at_equal_kl(files: Path, low, high, needed, verdict) -> None:
-    values = {"": 0.55, "_low": low, "_high": high, "_prompts_needed": needed}
-    equal_kl = {f"win_rate_champion_equal_kl{end}": value for end, value in values.items()}
-    metrics = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
-    write(files / "rounds/r1/evaluate/metrics.json", metrics)
-    table = summary.markdown(["r0", "r1"], LOCKS)
-    cell = f"0.550 [{low:.3f}, {high:.3f}]"
-    assert rows(table)["win rate against the champion at equal KL [95%]"] == ["-", cell]
-    lines = [line for line in table.splitlines() if line.startswith("- r")]
-    assert "at equal KL" not in lines[0]
-    assert lines[1].endswith(f"; at equal KL, the round against r0: {verdict}")
-
-
-def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_helped(files: Path):
-    equal_kl = {f"win_rate_champion_equal_kl{end}": 0.6 for end in ("", "_low", "_high")}
-    evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
-    write(files / "rounds/r1/evaluate/metrics.json", evaluate)
-    # the pairs of r1 are for r2's reward model
-    for name, pairs in {"r0": 382, "r1": 100}.items():
-        write(files / f"rounds/{name}/replay/metrics.json", {"policy_pairs": pairs})
-    caution = "But the jury labelled 382 pairs that its reward model learnt from"
-    assert caution in summary.verdict_lines(["r0", "r1"], LOCKS)[1]
-    worse = {f"win_rate_champion_equal_kl{end}": 0.4 for end in ("", "_low", "_high")}
-    write(files / "rounds/r1/evaluate/metrics.json", evaluate | worse)
-    assert "But the jury" not in summary.verdict_lines(["r0", "r1"], LOCKS)[1]
-
-
-@pytest.mark.parametrize(
-    ("start", "caution"),
-    [
-        (
-            "rounds/r0/ppo/policy",
-            ". Its PPO continued from rounds/r0/ppo/policy, so the policy had more updates"
-            " (docs/rounds.md)",
-        ),
-        ("rounds/r1/sft/model", ""),
-    ],
-)
-def test_a_policy_that_went_on_from_the_champion_had_more_updates(
-    files: Path, start: str, caution: str
-):
-    equal_kl = {f"win_rate_champion_equal_kl{end}": 0.6 for end in ("", "_low", "_high")}
-    evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
-    write(files / "rounds/r1/evaluate/metrics.json", evaluate)
-    write(files / "rounds/r1/ppo/manifest.json", {"started_from": start})
-    assert summary.verdict_lines(["r0", "r1"], LOCKS)[1].endswith(f"against r0: helped{caution}")
-
-
-def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
-    lost = {
-        "metric": "evaluate.win_rate_champion_low",
-        "value": 0.36,
-        "threshold": ">= 0.38",
-        "passed": False,
-        "next_step": "Look.",
-    }
-    far = {
-        "metric": "evaluate.ppo.kl_per_token",
-        "value": 0.9,
-        "threshold": "<= 0.6",
-        "passed": False,
-        "next_step": "Nearer.",
-    }
-    verdict = gate(passed=False, may_continue=False)
-    for name in ("r0", "r1"):
-        metrics = {"win_rate_champion_low": 0.36, "ppo": {"kl_per_token": 0.9}}
-        write(files / f"rounds/{name}/evaluate/metrics.json", metrics)
-    write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
-    write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
-    below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."
-    too_far = "evaluate.ppo.kl_per_token 0.9, wanted <= 0.6. Nearer."
-    assert summary.verdict_lines(["r0", "r1"], LOCKS) == [
-        f"r0: not promoted, the champion stays: {below_champion}",
-        f"r1: PPO is at fault: {below_champion}; {too_far}",
-    ]
 
 
 def test_an_interval_is_shown_if_it_is_known() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.core.config import overlay
 from stages.gate.approvals import Approval, write_approval
 from stages.gate.thresholds import markdown
-from stages.gate.verdict import decision_message, format_check, run_gate
+from stages.gate.verdict import decision_message, evaluate_gate, format_check, run_gate
+from stages.gate.verdict import setting as setting_to_try
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params
@@ -76,6 +78,7 @@ METRICS = {
 }
 
 
+LATER = {"rounds": {"r0": {"previous": "rounds/q"}}}
 GATE_OF = {stage: gate for gate, stages in METRICS.items() for stage in stages}
 
 
@@ -169,9 +172,12 @@ def test_each_bad_number_fails_with_its_next_step(attempt, metric, part, value):
     verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
     [check] = [check for check in verdict["checks"] if not check["passed"]]
     assert check["metric"] == metric
-    fixes = [one.fix.format(round="r0") for one in THRESHOLDS[gate] if one.metric == metric]
-    assert check["next_step"] in fixes
-    assert f"{format_check(check)}. Next: {check['next_step']}" in str(failed.value)
+    fixes = [
+        (one.fault, one.fix.format(round="r0")) for one in THRESHOLDS[gate] if one.metric == metric
+    ]
+    assert (check["fault"], check["next_step"]) in fixes
+    failure = f"{format_check(check)}: {check['fault']}. {check['next_step']}"
+    assert failure in str(failed.value)
     assert not verdict["passed"] and not Path(f"gates/r0/{gate}.ok").exists()
 
 
@@ -228,7 +234,7 @@ def test_a_metric_that_was_not_measured_is_reported_and_any_other_null_fails(att
     verdict, may_continue = attempt(gate, metrics)
     assert may_continue and verdict["passed"]
     [line] = [check for check in verdict["checks"] if check["metric"] == metric]
-    assert (line["value"], line["next_step"]) == (None, "")
+    assert (line["value"], line["fault"], line["next_step"]) == (None, "", "")
     assert format_check(line) == f"{metric} not measured, wanted {MAY_BE_UNMEASURED[metric]}"
 
 
@@ -254,7 +260,8 @@ def test_each_check_is_printed_and_recorded(attempt, capsys):
     assert "[gate_reward@r0] pass  battery.centre -0.1, wanted within +-0.5" in lines
     for check, threshold in zip(verdict["checks"], THRESHOLDS["reward"], strict=True):
         assert check["bound"] == f"gates.reward.{threshold.bound}"
-        assert check["why"] == threshold.why
+        assert (check["why"], check["name"]) == (threshold.why, threshold.name)
+        assert check["passed"] and not (check["fault"] or check["next_step"] or check["setting"])
 
 
 def test_values_have_four_digits():
@@ -267,11 +274,68 @@ def test_all_failures_are_in_one_message_each_with_its_next_step(attempt):
         attempt("sft", {"sft": SFT | {"loss_after": float("nan"), "memorised": 0.51}})
     [missing, memorised] = str(failed.value).split("; ")
     assert missing == (
-        "sft.loss_before - sft.loss_after missing, wanted >= 0.2. Next: sft.loss_before - "
-        "sft.loss_after is missing or not finite: look for NaN in the stage's metrics.jsonl, lower "
+        "sft.loss_before - sft.loss_after missing, wanted >= 0.2: sft.loss_before - "
+        "sft.loss_after is missing or not finite. Look for NaN in the stage's metrics.jsonl, lower "
         "its learning rate"
     )
-    assert memorised.startswith("sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05.")
+    assert memorised.startswith("sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05:")
+
+
+@pytest.mark.parametrize(
+    ("params", "loss_after", "fault", "setting"),
+    [
+        ({}, 5.1, "it learnt too little", "sft.num_train_epochs=1.4"),
+        ({"sft": {"num_train_epochs": 1.5}}, 5.1, "it learnt too little", "sft.num_train_epochs=3"),
+        # these decide how long the stage trains
+        ({"sft": {"max_steps": 4}}, 5.1, "it learnt too little", "sft.max_steps=8"),
+        (LATER, 5.1, "it learnt too little", "sft.continue_epochs=0.5"),
+        (
+            LATER | {"sft": {"continue_epochs": None}},
+            5.1,
+            "it learnt too little",
+            "sft.num_train_epochs=1.4",
+        ),
+        # a loss that rose needs less training, not more
+        (
+            {"sft": {"learning_rate": 1e-4}},
+            5.3,
+            "its loss on held-out demonstrations rose",
+            "sft.learning_rate=5e-05",
+        ),
+        # no number to change
+        ({}, float("nan"), "sft.loss_before - sft.loss_after is missing or not finite", ""),
+    ],
+)
+def test_a_failed_check_names_the_setting_to_try_first(
+    tmp_path, monkeypatch, params, loss_after, fault, setting
+):
+    monkeypatch.chdir(tmp_path)
+    metrics = SFT | {"loss_after": loss_after}
+    write_json(Path("rounds/r0/sft/metrics.json"), metrics)
+    values = overlay(Params().model_dump(mode="json"), params)
+    check = evaluate_gate(check_params(values, "params"), "sft", "r0")["checks"][0]
+    assert (check["fault"], check["setting"]) == (fault, setting)
+
+
+@pytest.mark.parametrize(
+    ("change", "params", "setting"),
+    [
+        (("sft.num_train_epochs", 0.5), {"sft": {"max_steps": 1}}, ""),  # it cannot be smaller
+        (("ppo.kl_coef", 2), {"ppo": {"kl_coef": 0.05}}, "ppo.kl_coef=0.1"),
+        # from the second round on, the reward model starts from the SFT model by default
+        (("reward.num_train_epochs", 2), LATER, "reward.num_train_epochs=2"),
+        (
+            ("reward.num_train_epochs", 2),
+            LATER | {"reward": {"init_from": "previous"}},
+            "reward.continue_epochs=1",
+        ),
+        (("ppo.kl_coef", 2), {"algorithm": "dpo"}, ""),  # which does not read it
+        (("ppo.missing_eos_penalty", 2), {"ppo": {"missing_eos_penalty": 0.0}}, ""),
+    ],
+)
+def test_a_setting_without_effect_is_not_named(change, params, setting):
+    values = overlay(Params().model_dump(mode="json"), params)
+    assert setting_to_try(change, check_params(values, "params"), "r0") == setting
 
 
 def approve(approved: bool, reason: str) -> None:
@@ -363,5 +427,5 @@ def test_the_table_of_a_gate_has_a_line_per_threshold() -> None:
     assert lines[:2] == ["| metric | threshold | why | if it fails |", "|---|---|---|---|"]
     assert len(lines) == 2 + len(THRESHOLDS["reward"])
     [centre] = [one for one in THRESHOLDS["reward"] if one.metric == "battery.centre"]
-    cells = f"within +-0.5<br>`gates.reward.centre` | {centre.why} | {centre.fix}"
+    cells = f"within +-0.5<br>`gates.reward.centre` | {centre.why} | {centre.fault}. {centre.fix}"
     assert f"| `battery.centre` | {cells} |" in lines
