@@ -22,6 +22,22 @@ from stages.lib.data.prompts import transcript
 from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
+TERMS = {
+    "SFT": "the model that was fine-tuned on demonstrations, before PPO",
+    "RM": "the reward model; its score is what PPO raises, in standard deviations of its scores of "
+    "demonstrations",
+    "policy": "the model that PPO, or another algorithm, made of SFT",
+    "champion": "the last policy that passed its gate, or that a person promoted",
+    "judge, jury": "what compares responses of two models (evaluate.judges); the first judge is "
+    "the primary one",
+    "win rate": "share of prompts on which the jury prefers the policy's response; a tie is half",
+    "KL": "how far the policy is from SFT, in nats: 0 for the same model",
+    "equal KL": "a comparison of two policies that are scaled to the same KL",
+    "scaled": "the policy's change of SFT's weights, times this number, has the KL that is wanted",
+    "distinct-2": "share of different word pairs over all responses; low if all texts are alike",
+    "badcase": "a response of the policy that failed, e.g. `blind_spot`: the reward model prefers "
+    "it, the judge does not",
+}
 PossibleRate = tuple[float | None, float | None, float | None]
 REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
 
@@ -61,6 +77,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
         charts={result.name: pictures(result) for result in results},
         window=WINDOW,
+        terms=TERMS,
         badcases=read_badcases(rounds, locks),
         badcases_found=any(result.metrics["replay"].get("badcases") for result in results),
         costs={result.name: cost.cost_rows(result) for result in results},
