@@ -250,7 +250,9 @@ def gc(*, older_than: float = 7.0, cache: Flag = False) -> None:
 
 @app.command
 def report() -> None:
-    """Print the results of all rounds; write reports/summary.md and reports/report.html."""
+    """Print the results of all rounds; write reports/summary.md, reports/report.html, and the pages
+    of all samples and badcases.
+    """
     from flows.core.locks import current_locks
     from flows.report import page, round_files, summary
 
@@ -259,6 +261,7 @@ def report() -> None:
     summary.write(rounds, locks)
     # flushed: the charts of 30 rounds take half a minute
     print(summary.text(rounds, locks), flush=True)
+    page.write_pages(rounds, locks, print)
     print(f"with charts and samples, for a browser: {page.write(rounds, locks)}")
 
 
