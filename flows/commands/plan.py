@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.config import KEEP, resolve
-from flows.core.tables import render_text
+from flows.core.tables import fitted_text, terminal_width
 from flows.execution import memory
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
@@ -114,7 +114,8 @@ def proposal(
     for stage, need in needed.items():
         table.add_row(stage, *(f"{size / 1e9:.1f}" for size in (*need, sum(need))))
     large = [stage for stage, need in needed.items() if sum(need) > USABLE * cluster.bytes]
-    lines = [render_text(table), *([f"  does not fit: {', '.join(large)}"] if large else [])]
+    shown = fitted_text(table, terminal_width(), keep=len(table.columns))
+    lines = [shown, *([f"  does not fit: {', '.join(large)}"] if large else [])]
     local = params.ppo.engine is Engine.local
     training = "ppo" if local else f"ppo by {params.ppo.engine.value}"
     if training not in large:

@@ -74,12 +74,26 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """A text to read; control characters of a model's text cannot change the terminal."""
+    evil = Badcase(
+        id="cc33", round="r0", cause="human", origin="ada", response="\x1b[2J ü", **NUMBERS
+    )
+    rows = [json.loads(line) for line in ledger_path("r1").read_text().splitlines()]
+    write_jsonl(ledger_path("r1"), [*rows, evil.model_dump(mode="json")])
     assert rondo("show", "aa") == 0
-    case = json.loads(capsys.readouterr().out)
-    assert (case["id"], case["state"]) == ("aa11", "repaired")
-    assert [retest["round"] for retest in case["tries"]] == ["r0", "r1"]
+    lines = capsys.readouterr().out.splitlines()
+    place = "Response of r0's policy, at update 4 of its training"
+    assert lines[0] == f"aa11: no_eos, repaired. {place}"
+    assert lines[2:7] == ["prompt:", "  The dinner", "", "response:", "   was and"]
+    assert "reward: 1.250" in lines and "KL from SFT, nats: -" in lines
+    assert "failed retests: r0 3/4, r1 0/4" in lines
+    assert lines[-2].startswith("With the training rows made of it: reports/badcases.html#aa11")
+    assert lines[-1] == "As JSON lines, for scripts: rounds/r1/replay/data/badcases.jsonl"
+    assert rondo("show", "cc33") == 0
+    output = capsys.readouterr().out
+    assert "Reported by ada in r0" in output and "  \\x1b[2J ü\n" in output
     assert rondo("show", "a") == 2
-    assert "a: the ids of 2 of 2 badcases begin with it" in capsys.readouterr().err
+    assert "a: the ids of 2 of 3 badcases begin with it" in capsys.readouterr().err
 
 
 def test_flag(capsys: pytest.CaptureFixture[str]) -> None:
