@@ -331,7 +331,9 @@ def promote(
 
 @app.command
 def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open")] = False) -> None:
-    """Compare the policies of two recorded runs on the same prompts, and list differing params.
+    """Compare the policies of two recorded runs prompt by prompt, and list differing params.
+
+    It writes all samples side by side to reports/compare.html.
 
     Args:
         a: RUN[:ROUND], a run's name or the start of it; default round: the last one it evaluated.
@@ -347,6 +349,8 @@ def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open"
         experiment = experiment_of(client)
         first, second = (comparison.find(client, experiment, name) for name in (a, b))
         print(comparison.text(client, first, second))
+    print(comparison.largest_differences(first, second))
+    print(f"All samples side by side: {comparison.write_page(first, second)}")
     for title, page in comparison.pages(first, second).items():
         print(f"{title} in MLflow: {page}")
         if open_:

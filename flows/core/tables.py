@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -50,6 +50,19 @@ def terminal_width() -> int | None:
     for `grep` and scripts.
     """
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def shortened(line: str, width: int | None) -> str:
+    """A line that fits into a terminal of this width; None: the whole line.
+
+    >>> shortened("a long line", 7)
+    'a long…'
+    >>> shortened("a long line", None)
+    'a long line'
+    """
+    if width is None or cell_len(line) <= width:
+        return line
+    return f"{set_cell_size(line, width - 1)}…"
 
 
 def fitted_text(table: Table, width: int | None, keep: int) -> str:

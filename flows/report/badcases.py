@@ -17,7 +17,7 @@ from stages.replay.badcases import Badcase, Cause, State, ledger_path, read_ledg
 PAGE = REPORTS / "badcases.html"
 KINDS = {"sft": "demonstration", "pairs": "pair", "prompts": "prompt for PPO"}  # as in TRAIN
 OUTCOMES = {1.0: "wins", 0.5: "ties", 0.0: "loses"}  # against SFT's response, by the jury
-CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+CHOICES: browse.Labels = {
     "state": ("state", {state.value: state.value for state in State}),
     "cause": ("cause", {}),
     "round": ("round", {}),

@@ -9,6 +9,8 @@ from flows.core.tables import format_number
 from flows.report.texts import plain_prompt, visible_text
 from stages.lib.core.html import render_page
 
+Labels = Mapping[str, tuple[str, Mapping[str, str]]]  # of filters by name, see `choices_of`
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -19,9 +21,7 @@ class Choice:
     counts: Mapping[str, int]
 
 
-def choices_of(
-    facts: Iterable[Mapping[str, str]], labels: Mapping[str, tuple[str, Mapping[str, str]]]
-) -> dict[str, Choice]:
+def choices_of(facts: Iterable[Mapping[str, str]], labels: Labels) -> dict[str, Choice]:
     """The filters with a value that some entry has.
 
     Args:

@@ -2,6 +2,7 @@
 in which two responses differ.
 """
 
+import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from markupsafe import Markup
 from flows.core.locks import Locks
 from flows.core.tables import format_number
 from flows.report import browse, round_files, summary
-from stages.lib.core.files import REPORTS
+from stages.lib.core.files import REPORTS, file_hash, json_hash
 from stages.lib.core.rows import EvaluationSample, read_rows
 from stages.lib.core.types import Prompt
 
 MODELS = {"base": "base", "sft": "SFT", "ppo": "policy", "champion": "champion"}
+COMPARED = (MODELS["sft"], MODELS["ppo"])
+NUMBERS = ("judge_score", "score", "kl", "length")  # of a response; the end of their keys
 OUTCOMES = {1.0: "won", 0.5: "tied", 0.0: "lost"}
 EXPLOIT = "exploit"  # the reward model's score rose from SFT to the policy, the judge's score fell
 CHOICES = {
@@ -92,11 +95,21 @@ def path_of(round_: str) -> Path:
 
 
 def write(round_: str, locks: Locks) -> None:
-    """Write the page of a round's samples; remove it if they are not in this folder."""
-    if samples_file(round_, locks):
-        summary.replace_text(path_of(round_), lambda: render_round(round_, locks))
-    else:
-        path_of(round_).unlink(missing_ok=True)
+    """Write the page of a round's samples, unless it is up to date; remove it if they are not in
+    this folder.
+    """
+    page, file = path_of(round_), samples_file(round_, locks)
+    if file is None:
+        page.unlink(missing_ok=True)
+    elif not (page.exists() and page.read_bytes().endswith(made_of(file).encode())):
+        summary.replace_text(page, lambda: render_round(round_, locks) + made_of(file))
+
+
+def made_of(samples: Path) -> str:
+    """The last line of a page: a hash of its samples, and of all that makes the pages."""
+    folder = Path(__file__).parent
+    code = sorted([*folder.glob("*.py"), *folder.glob("*.jinja")])
+    return f"\n<!-- made of {json_hash([file_hash(path) for path in (samples, *code)])} -->\n"
 
 
 def render_round(round_: str, locks: Locks) -> str:
@@ -104,37 +117,39 @@ def render_round(round_: str, locks: Locks) -> str:
         f"Samples of round {round_}",
         "The responses of all models to all prompts of the evaluation.",
         [view(row) for row in read_samples(round_, locks)],
-        ("SFT", "policy"),
+        COMPARED,
+        CHOICES,
+        "../report.html",
     )
 
 
 def render_samples(
-    title: str, about: str, views: Sequence[SampleView], compared: tuple[str, str]
+    title: str,
+    about: str,
+    views: Sequence[SampleView],
+    compared: tuple[str, str],
+    choices: browse.Labels,
+    report: str,
 ) -> str:
-    """compared: the titles of the two models whose texts are marked."""
+    """compared: the titles of the two models whose texts are marked. report: its address."""
     return browse.render(
         "samples.html.jinja",
         title=title,
         about=about,
         views=views,
         compared=compared,
-        choices=browse.choices_of((view.facts for view in views), CHOICES),
+        choices=browse.choices_of((view.facts for view in views), choices),
         sorts=SORTS,
-        report="../report.html",
+        report=report,
     )
 
 
 def view(row: EvaluationSample) -> SampleView:
     """A row of an evaluation: the policy beside the other models, compared with SFT."""
-    values: Mapping[str, Any] = row
-    texts = {model: str(values[model]) for model in MODELS if values.get(model) is not None}
-    marked: dict[str, Markup] = {model: Markup.escape(text) for model, text in texts.items()}
-    if {"sft", "ppo"} <= texts.keys():
-        marked["sft"], marked["ppo"] = marked_differences(texts["sft"], texts["ppo"])
     return SampleView(
         id=f"{row['id']}-{row['sample']}",
         prompt=row["prompt"],
-        responses=[response(row, model, MODELS[model], text) for model, text in marked.items()],
+        responses=side_by_side([(title, row, model) for model, title in MODELS.items()], COMPARED),
         facts=facts(row),
         numbers=known(
             judge=gain(row, "judge_score"),
@@ -145,9 +160,25 @@ def view(row: EvaluationSample) -> SampleView:
     )
 
 
-def response(row: Mapping[str, Any], model: str, title: str, text: Markup) -> Response:
-    names = ("judge_score", "score", "kl", "length")
-    return Response(title, text, *(row.get(f"{model}_{name}") for name in names))
+def side_by_side(
+    columns: Sequence[tuple[str, Mapping[str, Any], str]], compared: tuple[str, str]
+) -> list[Response]:
+    """The responses that there are.
+
+    Args:
+        columns: title, row and model of each.
+        compared: the titles of two, in which the words that differ are marked.
+    """
+    known_columns = [column for column in columns if column[1].get(column[2]) is not None]
+    texts = {title: str(row[model]) for title, row, model in known_columns}
+    marked: dict[str, Markup] = {title: Markup.escape(text) for title, text in texts.items()}
+    first, second = compared
+    if {first, second} <= texts.keys():
+        marked[first], marked[second] = marked_differences(texts[first], texts[second])
+    return [
+        Response(title, marked[title], *(row.get(f"{model}_{name}") for name in NUMBERS))
+        for title, row, model in known_columns
+    ]
 
 
 def known(**numbers: float | None) -> dict[str, float]:
@@ -156,8 +187,12 @@ def known(**numbers: float | None) -> dict[str, float]:
 
 def gain(row: EvaluationSample, number: str) -> float | None:
     """How much higher a number of the policy is than SFT's; None if one is not known."""
-    values: Sequence[Any] = [row.get(f"{model}_{number}") for model in ("sft", "ppo")]
-    return None if None in values else values[1] - values[0]
+    values: Mapping[str, Any] = row
+    return difference(values.get(f"sft_{number}"), values.get(f"ppo_{number}"))
+
+
+def difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
 def facts(row: EvaluationSample) -> dict[str, str]:
@@ -186,13 +221,16 @@ def marked_differences(before: str, after: str) -> tuple[Markup, Markup]:
     """
     a, b = WORD.findall(before), WORD.findall(after)
     first, second = ([word.strip() for word in words[:COMPARED_WORDS]] for words in (a, b))
-    left, right = Markup(), Markup()
+    left, right = [], []
     for tag, a_start, a_end, b_start, b_end in SequenceMatcher(None, first, second).get_opcodes():
-        left += piece(a[a_start:a_end], "del" if tag != "equal" else "")
-        right += piece(b[b_start:b_end], "ins" if tag != "equal" else "")
-    return left + piece(a[COMPARED_WORDS:]), right + piece(b[COMPARED_WORDS:])
+        left.append(piece(a[a_start:a_end], "del" if tag != "equal" else ""))
+        right.append(piece(b[b_start:b_end], "ins" if tag != "equal" else ""))
+    left.append(piece(a[COMPARED_WORDS:]))
+    right.append(piece(b[COMPARED_WORDS:]))
+    return Markup("".join(left)), Markup("".join(right))
 
 
-def piece(words: Sequence[str], tag: str = "") -> Markup:
-    text = Markup.escape("".join(words))
-    return Markup(f"<{tag}>{text}</{tag}>") if tag and text else text
+def piece(words: Sequence[str], tag: str = "") -> str:
+    """Words as HTML, in an element if there are any."""
+    text = html.escape("".join(words))
+    return f"<{tag}>{text}</{tag}>" if tag and text else text

@@ -65,6 +65,16 @@ def test_a_round_without_samples_has_no_page(path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_page_is_made_again_only_of_other_samples(path: Path) -> None:
+    """Those of 30 ended rounds would take half a minute each time."""
+    written = path.stat().st_ino  # a new file has another number
+    samples.write("r0", all_ran("r0"))
+    assert path.stat().st_ino == written
+    write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", ROWS[:1])
+    samples.write("r0", all_ran("r0"))
+    assert path.stat().st_ino != written and "q1-0" not in path.read_text()
+
+
 def test_words_that_only_one_text_has_are_marked() -> None:
     assert marked_differences("It was very good.\n", "It was <b> good. So\n") == (
         "It was <del>very </del>good.\n",
