@@ -66,14 +66,16 @@ def list_all(
         if state in (None, case.state) and cause in (None, case.cause)
     ]
     table = Table(box=SIMPLE_HEAD)
+    fails = [failed_retests(case) for case in cases]
+    least = {"fails": max(map(len, fails), default=0)}  # in one line
     for column in COLUMNS:
-        table.add_column(column, no_wrap=column in TEXTS)
-    for case in cases:
+        table.add_column(column, no_wrap=column in TEXTS, min_width=least.get(column))
+    for case, failed in zip(cases, fails, strict=True):
         table.add_row(
             case.id,
             case.cause.value,
             case.state.value,
-            "  ".join(map(retest_text, case.tries)),
+            failed,
             *(one_line(text) for text in (plain_prompt(case.prompt), case.response)),
             case.round,
             "-" if case.score is None else f"{case.score:+.2f}",
@@ -83,10 +85,13 @@ def list_all(
     states = Counter(case.state.value for case in cases)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     print(f"{len(cases)} badcases; {counts}")
-    print(
-        "fails: how many new responses failed in the retest of each round, its own round first; "
-        "!: the reward model prefers the bad response"
-    )
+    print("fails: how many new responses failed in the first and in the last retest;")
+    print("!: the reward model prefers the bad response")
+
+
+def failed_retests(case: Badcase) -> str:
+    """The first retest, which is by its own round, and the last one."""
+    return "  ".join(map(retest_text, [*case.tries[:1], *case.tries[1:][-1:]]))
 
 
 def retest_text(retest: Retest) -> str:

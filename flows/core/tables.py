@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Any
@@ -65,6 +66,13 @@ def shortened(line: str, width: int | None) -> str:
     return f"{set_cell_size(line, width - 1)}…"
 
 
+def filled(text: str, width: int | None) -> str:
+    """A text whose lines break between words, for a terminal of this width; None: in one line."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 def fitted_text(table: Table, width: int | None, keep: int) -> str:
     """Render a table of texts so that it fits into a terminal.
 
@@ -84,7 +92,7 @@ def fitted_text(table: Table, width: int | None, keep: int) -> str:
         left_out.insert(0, str(table.columns.pop().header))
     widths = column_widths(
         [narrowest(column) for column in table.columns],
-        [max(map(cell_len, texts(column)), default=0) for column in table.columns],
+        [widest(column) for column in table.columns],
         space(table, width),
     )
     for column, cells in zip(table.columns, widths, strict=True):
@@ -104,24 +112,32 @@ def texts(column: Column) -> list[str]:
 
 
 def narrowest(column: Column) -> int:
-    """The width of the longest word of a column, or to which its texts may be cut."""
+    """The width of the longest word of a column, or to which its texts may be cut; at least its own
+    `min_width`.
+    """
+    if column.no_wrap:
+        return min(widest(column), CUT)
     words = [cell_len(word) for text in texts(column) for word in text.split()]
-    longest = max(words, default=1)
-    return min(longest, CUT) if column.no_wrap else longest
+    return max([*words, column.min_width or 1])
+
+
+def widest(column: Column) -> int:
+    return max(map(cell_len, texts(column)))
 
 
 def column_widths(narrow: Sequence[int], wide: Sequence[int], room: int) -> list[int]:
-    """Widths between those of the longest words and those of whole texts, so that all fit.
+    """Widths between those of the longest words and those of whole texts, so that all fit. Short
+    texts are whole first.
 
     >>> column_widths([5, 7, 4], [5, 30, 12], 40)
-    [5, 27, 8]
+    [5, 23, 12]
     >>> column_widths([30, 8], [30, 8], 28)
     [20, 8]
     """
     widths = list(narrow)
     while sum(widths) > max(room, len(widths)):
         widths[widths.index(max(widths))] -= 1
-    while sum(widths) < room and sum(widths) < sum(wide):
-        lacking = [most - now for most, now in zip(wide, widths, strict=True)]
-        widths[lacking.index(max(lacking))] += 1
+    while sum(widths) < min(room, sum(wide)):
+        growing = [index for index, most in enumerate(wide) if widths[index] < most]
+        widths[min(growing, key=widths.__getitem__)] += 1
     return widths

@@ -9,6 +9,7 @@ import pytest
 from flows.cli import main
 from stages.lib.core.files import write_jsonl
 from stages.replay.badcases import Badcase, MiningPrompt, Retest, ledger_path, read_user_rows
+from tests.terminal import printed_in_terminal
 
 NUMBERS = {
     "score": 1.25,
@@ -71,6 +72,23 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert rondo("list", "--cause", "blind_spot") == 0
     output = capsys.readouterr().out
     assert "ab22" in output and "aa11" not in output
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(80, 6), (120, 9)])
+def test_the_list_fits_the_terminal(columns: int, shown: int) -> None:
+    """Each badcase is one line with its prompt; the last columns are in wide terminals only."""
+    case = Badcase(
+        id="0123456789ab", round="r0", cause="judge_loses", origin=4, response="x " * 99, **NUMBERS
+    )
+    for number in range(20):
+        case = case.with_retest(Retest(round=f"r{number}", fired=3, of=4, ranked=True))
+    write_jsonl(ledger_path("r1"), [case.model_dump(mode="json")])
+    lines = printed_in_terminal(["badcases", "list"], columns)
+    assert max(map(len, lines)) <= columns
+    [line] = [line for line in lines if "0123456789ab" in line]
+    assert "The dinner" in line and "r0 3/4  r19 3/4" in line and "…" in line
+    header = ["id", "cause", "state", "fails", "prompt", "response", "round", "score", "jury"]
+    assert lines[0].split() == header[:shown]
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
