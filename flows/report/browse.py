@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.core.tables import format_number
-from flows.report.texts import plain_prompt, visible_text
+from flows.report.texts import plain_prompt
 from stages.lib.core.html import render_page
 
 Labels = Mapping[str, tuple[str, Mapping[str, str]]]  # of filters by name, see `choices_of`
@@ -42,5 +42,5 @@ def choices_of(facts: Iterable[Mapping[str, str]], labels: Labels) -> dict[str, 
 
 
 def render(template: str, **values: Any) -> str:
-    filters = {"number": format_number, "prompt": plain_prompt, "visible": visible_text}
+    filters = {"number": format_number, "prompt": plain_prompt}
     return render_page("flows.report", template, filters, **values)
