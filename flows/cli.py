@@ -250,7 +250,9 @@ def gc(*, older_than: float = 7.0, cache: Flag = False) -> None:
 
 @app.command
 def report() -> None:
-    """Print the results of all rounds; write reports/summary.md and reports/report.html."""
+    """Print the results of all rounds; write reports/summary.md, reports/report.html, and the pages
+    of all samples and badcases.
+    """
     from flows.core.locks import current_locks
     from flows.report import page, round_files, summary
 
@@ -259,6 +261,7 @@ def report() -> None:
     summary.write(rounds, locks)
     # flushed: the charts of 30 rounds take half a minute
     print(summary.text(rounds, locks), flush=True)
+    page.write_pages(rounds, locks, print)
     print(f"with charts and samples, for a browser: {page.write(rounds, locks)}")
 
 
@@ -328,7 +331,9 @@ def promote(
 
 @app.command
 def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open")] = False) -> None:
-    """Compare the policies of two recorded runs on the same prompts, and list differing params.
+    """Compare the policies of two recorded runs prompt by prompt, and list differing params.
+
+    It writes all samples side by side to reports/compare.html.
 
     Args:
         a: RUN[:ROUND], a run's name or the start of it; default round: the last one it evaluated.
@@ -344,6 +349,8 @@ def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open"
         experiment = experiment_of(client)
         first, second = (comparison.find(client, experiment, name) for name in (a, b))
         print(comparison.text(client, first, second))
+    print(comparison.largest_differences(first, second))
+    print(f"All samples side by side: {comparison.write_page(first, second)}")
     for title, page in comparison.pages(first, second).items():
         print(f"{title} in MLflow: {page}")
         if open_:

@@ -161,6 +161,7 @@ def computing(address: str, meter: Meter, log: LogLine) -> Iterator[None]:
 
 
 def write_report(rounds: list[str], locks: Locks, log: LogLine) -> None:
+    page.write_pages(rounds, locks, log)
     with bookkeeping(f"writing {page.REPORT} (`rondo report` tries again)", log):
         log(f"report with charts and samples: {page.write(rounds, locks).resolve()}")
 

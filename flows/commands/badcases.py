@@ -2,20 +2,22 @@
 that people add.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from filelock import FileLock
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from flows.core.git import person
 from flows.core.services import HOME
+from flows.core.tables import fitted_text, terminal_width
+from flows.report.badcases import PAGE, jury_outcome, origin
+from flows.report.texts import plain_prompt
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
@@ -23,11 +25,11 @@ from stages.lib.core.rows import PromptRow, read_rows
 from stages.lib.core.validation import read_json_lines, validate_row
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import check_not_in_eval_set
-from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import (
     Badcase,
     Cause,
     Report,
+    Retest,
     State,
     UserInput,
     add_user_rows,
@@ -37,9 +39,10 @@ from stages.replay.badcases import (
     report_path,
 )
 
-SHOWN_CHARACTERS = 60  # of a response in the list
-# of the response against SFT's, by the jury
-OUTCOMES = {1.0: "wins", 0.5: "ties", 0.0: "loses"}
+COLUMNS = ("id", "cause", "state", "fails", "prompt", "response", "round", "score", "jury")
+TEXTS = ("prompt", "response")  # columns that a narrow terminal cuts
+KEPT_COLUMNS = 6  # in a narrow terminal
+SHOWN_CHARACTERS = 60  # of a text in the list
 
 
 app = App(name="badcases")  # flows/cli.py has its help and its options
@@ -59,46 +62,80 @@ def list_all(
     """
     cases = [
         case
-        for case in ledger(round_)
+        for case in read_ledger(ledger_round(round_))
         if state in (None, case.state) and cause in (None, case.cause)
     ]
     table = Table(box=SIMPLE_HEAD)
-    for column in ("id", "round", "cause", "state", "fails", "score", "jury", "response"):
-        table.add_column(column, no_wrap=True)
-    for case in cases:
-        retests = (
-            f"{retest.round} {retest.fired}/{retest.of}{'' if retest.ranked else '!'}"
-            for retest in case.tries
-        )
+    fails = [failed_retests(case) for case in cases]
+    least = {"fails": max(map(len, fails), default=0)}  # in one line
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=column in TEXTS, min_width=least.get(column))
+    for case, failed in zip(cases, fails, strict=True):
         table.add_row(
             case.id,
-            case.round,
             case.cause.value,
             case.state.value,
-            "  ".join(retests),
+            failed,
+            *(one_line(text) for text in (plain_prompt(case.prompt), case.response)),
+            case.round,
             "-" if case.score is None else f"{case.score:+.2f}",
-            OUTCOMES[case.votes[JURY]] if JURY in case.votes else "-",
-            ascii(case.response)[1:-1][:SHOWN_CHARACTERS],
+            jury_outcome(case),
         )
-    Console(width=180, color_system=None, markup=False).print(table)
+    print(fitted_text(table, terminal_width(), keep=KEPT_COLUMNS))
     states = Counter(case.state.value for case in cases)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     print(f"{len(cases)} badcases; {counts}")
-    print(
-        "fails: how many new responses failed in the retest of each round, its own round first; "
-        "!: the reward model prefers the bad response"
-    )
+    print("fails: how many new responses failed in the first and in the last retest;")
+    print("!: the reward model prefers the bad response")
+
+
+def failed_retests(case: Badcase) -> str:
+    """The first retest, which is by its own round, and the last one."""
+    return "  ".join(map(retest_text, [*case.tries[:1], *case.tries[1:][-1:]]))
+
+
+def retest_text(retest: Retest) -> str:
+    return f"{retest.round} {retest.fired}/{retest.of}{'' if retest.ranked else '!'}"
+
+
+def one_line(text: str) -> str:
+    return ascii(text)[1:-1][:SHOWN_CHARACTERS]
 
 
 @app.command
 def show(badcase: Annotated[str, Parameter(name="ID")], /) -> None:
-    """Everything that is known of one badcase.
+    """Everything that is known of one badcase, to read. Scripts read the file that is named last.
 
     Args:
         badcase: its id or the beginning of it.
     """
     case = find(badcase)
-    print(json.dumps(case.model_dump(mode="json"), indent=2, ensure_ascii=False))
+    title = f"{case.id}: {case.cause.value}, {case.state.value}"
+    texts = {
+        "prompt": plain_prompt(case.prompt),
+        "response": case.response,
+        "SFT's response": case.sft,
+        "better answer": case.better,
+        "note": case.note,
+    }
+    numbers = {"reward": case.score, "KL from SFT, nats": case.kl, "repetition": case.repetition}
+    print(f"{title}. {origin(case)}")
+    for name, text in texts.items():
+        if text is not None:
+            print(f"\n{name}:\n{indent(printable(text), '  ')}")
+    print()
+    for name, number in numbers.items():
+        print(f"{name}: {'-' if number is None else f'{number:.3f}'}")
+    print(f"jury, against SFT's response: {jury_outcome(case)}")
+    print(f"exploits: {', '.join(map(ascii, case.exploits)) or 'none'}")
+    print(f"failed retests: {', '.join(map(retest_text, case.tries)) or 'not retested'}")
+    print(f"\nWith the training rows made of it: {PAGE}#{case.id} (`rondo report` writes it)")
+    print(f"As JSON lines, for scripts: {ledger_path(ledger_round(None))}")
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which could change the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 @app.command
@@ -196,8 +233,8 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> None:
     )
 
 
-def ledger(round_: str | None) -> list[Badcase]:
-    """The badcases after a round; None: after the newest round that has a ledger.
+def ledger_round(round_: str | None) -> str:
+    """The round whose ledger is read; None: the newest round that has one.
 
     Raises:
         BadInput: there is no such round, or no ledger yet.
@@ -211,7 +248,7 @@ def ledger(round_: str | None) -> list[Badcase]:
         raise BadInput(
             f"{ledger_path(rounds[0])}: no badcases yet; `rondo run` finds them in its replay stage"
         )
-    return read_ledger(with_ledger[-1])
+    return with_ledger[-1]
 
 
 def find(start: str) -> Badcase:
@@ -220,7 +257,7 @@ def find(start: str) -> Badcase:
     Raises:
         BadInput: there is none, or several.
     """
-    cases = ledger(None)
+    cases = read_ledger(ledger_round(None))
     matches = [case for case in cases if case.id.startswith(start)]
     if len(matches) != 1:
         raise BadInput(

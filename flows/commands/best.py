@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.locks import digest_of, digests
-from flows.core.tables import interval, render_text, short_hash
+from flows.core.tables import fitted_text, interval, short_hash, terminal_width
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
@@ -33,7 +33,7 @@ COLUMNS = (
     "seed",
     "git",
 )
-
+KEPT_COLUMNS = 5  # in a narrow terminal
 
 TIE = 0.5  # the win rate of a policy that is as good as SFT
 Experiment = tuple[str, str]  # evaluation and lineage
@@ -177,7 +177,8 @@ def text(home: Path, evaluations: list[list[Policy]], here: Collection[Experimen
     for policies in evaluations:
         if len(evaluations) > 1 or policies[0].experiment not in here:
             lines.append(title(policies, policies[0].experiment in here))
-        lines += [render_text(table(policies)), advice(home, policies), ""]
+        shown = fitted_text(table(policies), terminal_width(), keep=KEPT_COLUMNS)
+        lines += [shown, advice(home, policies), ""]
     return "\n".join(lines[:-1])
 
 
@@ -193,14 +194,12 @@ def title(policies: list[Policy], here: bool) -> str:
 
 
 def table(policies: list[Policy]) -> Table:
-    rich_table = Table(box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        rich_table.add_column(column, overflow="fold")
+    rich_table = Table(*COLUMNS, box=SIMPLE_HEAD)
     for policy in policies:
         rich_table.add_row(
             policy.run,
             policy.round,
-            policy.path,
+            policy.path.removeprefix(f"{stage_dir(policy.round, 'ppo')}/"),
             policy.win_rate,
             f"{policy.kl_per_token:z.2f}",
             f"{policy.metrics['judge_score']:.3f}" if "judge_score" in policy.metrics else "-",

@@ -5,6 +5,7 @@ prompts, and the settings in which the runs differ.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -16,12 +17,25 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.services import WORKFLOW, mlflow_pages
-from flows.core.tables import interval, render_text
+from flows.core.tables import fitted_text, interval, shortened, terminal_width
+from flows.report import summary
+from flows.report.samples import (
+    OUTCOMES,
+    SampleView,
+    difference,
+    known,
+    render_samples,
+    side_by_side,
+)
+from flows.report.texts import prompt_text, visible_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import REPORTS
 from stages.lib.core.rows import EvaluationSample
 from stages.lib.metrics.stats import paired_bootstrap
 
+PAGE = REPORTS / "compare.html"
+SHOWN_SAMPLES = 3  # in the terminal; the page has all
 RESAMPLES = 10_000
 METRICS = {  # row title -> metric of the evaluation in MLflow
     "win rate against SFT": "final/win_rate",
@@ -114,10 +128,8 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
         )
     margin, seed = a.settings["evaluate.tie_margin"], a.settings["seed"]
     gains: dict[str, list[float]] = {}
-    for (prompt, number), row in a.samples.items():
-        gains.setdefault(prompt, []).append(
-            b.samples[prompt, number]["ppo_judge_score"] - row["ppo_judge_score"]
-        )
+    for key in a.samples:
+        gains.setdefault(key[0], []).append(judge_gain(a, b, key))
     wins = [
         [0.5 if abs(gain) < margin else float(gain > 0) for gain in gains_of_prompt]
         for gains_of_prompt in gains.values()
@@ -158,13 +170,61 @@ def text(client: MlflowClient, a: Evaluation, b: Evaluation) -> str:
     ]
     table = Table(box=SIMPLE_HEAD)
     for column in ("", f"A = {a.name}", f"B = {b.name}"):
-        table.add_column(column, justify="right" if column else "left", overflow="fold")
+        table.add_column(column, justify="right" if column else "left")
     for row in [*metrics, *gains]:
         table.add_row(*row)
     table.add_section()
     for row in changed or [("the settings are the same", "", "")]:
         table.add_row(*row)
-    return render_text(table)
+    return fitted_text(table, terminal_width(), keep=len(table.columns))
+
+
+def write_page(a: Evaluation, b: Evaluation) -> Path:
+    """Write the page of all samples of both policies, and return its path."""
+    title = f"{a.name} and {b.name}"
+    about = f"The responses of two policies to the same prompts: A is {a.name}, B is {b.name}."
+    choices = {"show": ("judge", {name: f"B {name} against A" for name in OUTCOMES.values()})}
+    views = [view(a, b, key) for key in a.samples]
+    summary.replace_text(
+        PAGE, lambda: render_samples(title, about, views, ("A", "B"), choices, "report.html")
+    )
+    return PAGE
+
+
+def view(a: Evaluation, b: Evaluation, key: tuple[str, int]) -> SampleView:
+    """The two responses to a prompt. Gains are those from A to B, KL and length those of B."""
+    before, after = a.samples[key], b.samples[key]
+    gain = judge_gain(a, b, key)
+    outcome = 0.5 if abs(gain) < a.settings["evaluate.tie_margin"] else float(gain > 0)
+    return SampleView(
+        id=f"{key[0]}-{key[1]}",
+        prompt=before["prompt"],
+        responses=side_by_side([("A", before, "ppo"), ("B", after, "ppo")], ("A", "B")),
+        facts={"show": OUTCOMES[outcome]},
+        numbers=known(
+            judge=gain,
+            reward=difference(before.get("ppo_score"), after.get("ppo_score")),
+            kl=after.get("ppo_kl"),
+            length=after.get("ppo_length"),
+        ),
+    )
+
+
+def judge_gain(a: Evaluation, b: Evaluation, key: tuple[str, int]) -> float:
+    return b.samples[key]["ppo_judge_score"] - a.samples[key]["ppo_judge_score"]
+
+
+def largest_differences(a: Evaluation, b: Evaluation) -> str:
+    """The samples whose judge scores differ most, each text in one line."""
+    keys = sorted(a.samples, key=lambda key: -abs(judge_gain(a, b, key)))[:SHOWN_SAMPLES]
+    lines = ["Largest differences of the judge's score, B - A:"]
+    for key in keys:
+        before, after = a.samples[key], b.samples[key]
+        lines.append(
+            f"{judge_gain(a, b, key):+.3f}  {key[0]}-{key[1]}: {prompt_text(before['prompt'])}"
+        )
+        lines += [f"  A: {visible_text(before['ppo'])}", f"  B: {visible_text(after['ppo'])}"]
+    return "\n".join(shortened(line, terminal_width()) for line in lines)
 
 
 def format_metric(value: float | None) -> str:

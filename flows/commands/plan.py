@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.config import KEEP, resolve
-from flows.core.tables import render_text
+from flows.core.tables import filled, fitted_text, terminal_width
 from flows.execution import memory
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
@@ -59,11 +59,13 @@ def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
     params = resolve(preset, None, [*address, *settings])
     if params.algorithm is not Algorithm.ppo:
         raise BadInput(f"algorithm {params.algorithm.value}: expected ppo, the one with a plan")
-    print(
+    width = terminal_width()
+    description = (
         f"{model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
         f"{cluster.gpus} GPUs of {cluster.bytes / 1e9:.0f} GB, of which {USABLE:.0%} are used; "
         "calculated, never measured (docs/scale.md)"
     )
+    print(filled(description, width))
     if params.ppo.engine is Engine.local:
         proposals: dict[str, dict[str, Any]] = {"these settings": {}}
     else:
@@ -72,7 +74,8 @@ def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
     proposals["adapters, by Rondo"] = with_adapters(params, given)
     for title, changes in proposals.items():
         values = given | {key: as_yaml(value) for key, value in changes.items()}
-        print(f"\nPPO of {title}; GB of the one GPU of each stage, at most:")
+        print()
+        print(filled(f"PPO of {title}; GB of the one GPU of each stage, at most:", width))
         print("\n".join(proposal(preset, values, shape, cluster)))
 
 
@@ -114,7 +117,8 @@ def proposal(
     for stage, need in needed.items():
         table.add_row(stage, *(f"{size / 1e9:.1f}" for size in (*need, sum(need))))
     large = [stage for stage, need in needed.items() if sum(need) > USABLE * cluster.bytes]
-    lines = [render_text(table), *([f"  does not fit: {', '.join(large)}"] if large else [])]
+    shown = fitted_text(table, terminal_width(), keep=len(table.columns))
+    lines = [shown, *([f"  does not fit: {', '.join(large)}"] if large else [])]
     local = params.ppo.engine is Engine.local
     training = "ppo" if local else f"ppo by {params.ppo.engine.value}"
     if training not in large:

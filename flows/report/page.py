@@ -1,24 +1,35 @@
 """reports/report.html: each round's verdict and next step, then the numbers behind it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from flows.core.bookkeeping import bookkeeping
 from flows.core.git import revision
 from flows.core.locks import Locks, is_here
-from flows.core.services import WORKFLOW, mlflow_pages
+from flows.core.services import WORKFLOW, LogLine, mlflow_pages
 from flows.core.tables import format_number, short_hash
 from flows.execution.worktree import run_of_folder
-from flows.report import charts, cost, diagnosis, policy_curves, round_files, summary
+from flows.report import (
+    badcases,
+    charts,
+    cost,
+    diagnosis,
+    policy_curves,
+    round_files,
+    samples,
+    summary,
+)
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
+from flows.report.texts import prompt_text, visible_text
 from stages.lib.core.files import REPORTS
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
-from stages.lib.data.prompts import transcript
 from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
@@ -40,6 +51,21 @@ TERMS = {
 }
 PossibleRate = tuple[float | None, float | None, float | None]
 REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
+
+
+def write_pages(rounds: Sequence[str], locks: Locks, log: LogLine) -> None:
+    """Write the pages to which the report links: of each round's samples, and of all badcases. If
+    one fails, this is logged, and the report and the other pages are written.
+    """
+
+    def logged(path: Path) -> AbstractContextManager[None]:
+        return bookkeeping(f"writing {path} (`rondo report` tries again)", log)
+
+    for name in rounds:
+        with logged(samples.path_of(name)):
+            samples.write(name, locks)
+    with logged(badcases.PAGE):
+        badcases.write(rounds, locks)
 
 
 def write(rounds: Sequence[str], locks: Locks) -> Path:
@@ -200,12 +226,3 @@ PICTURES = {
     "ppo": policy_curves.pictures,
     "evaluate": evaluation_pictures,
 }  # by stage
-
-
-def visible_text(text: Any) -> str:
-    """A model's text with visible line breaks, and a word for a missing or an empty one."""
-    return "no response" if text is None else str(text).replace("\n", " ↵ ") or "(empty)"
-
-
-def prompt_text(prompt: str | list[dict[str, str]]) -> str:
-    return visible_text(prompt if isinstance(prompt, str) else transcript(prompt).strip())

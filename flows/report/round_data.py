@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 from flows.core import tables
 from flows.core.locks import Locks
 from flows.report import diagnosis, round_files
+from flows.report.badcases import read_cases
+from flows.report.samples import EXPLOIT, count, read_samples
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.files import REPORTS
-from stages.lib.core.rows import EvaluationSample, read_rows
+from stages.lib.core.rows import EvaluationSample
 from stages.lib.core.types import Metrics
-from stages.replay.badcases import Badcase, ledger_path, read_ledger
+from stages.replay.badcases import Badcase
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
 NUMBERS = 3  # of a gate on the first screen
@@ -68,7 +70,8 @@ class Verdict:
 @dataclass(frozen=True)
 class RoundResults:
     """locks: the entries in dvc.lock of the stages that have results. provenance: the run that made
-    each stage, where it is recorded.
+    each stage, where it is recorded. samples: the best and the worst. sample_counts: `all`, those
+    that `lost` to SFT, and each `exploit` (flows/report/samples.py).
     """
 
     name: str
@@ -76,6 +79,7 @@ class RoundResults:
     metrics: Mapping[str, Mapping[str, Any]]
     curves: Mapping[str, Mapping[str, Sequence[float]]]
     samples: Sequence[EvaluationSample]
+    sample_counts: Mapping[str, int]
     findings: Sequence[Metrics]
     data: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -101,7 +105,7 @@ class RoundResults:
 
 def read_round(name: str, locks: Locks) -> RoundResults:
     """The results of a round, of the stages in `locks`."""
-    samples = round_files.result_file(name, "evaluate", "samples.jsonl", locks)
+    samples = read_samples(name, locks)
     health = round_files.result_file(name, "ppo", "health.json", locks)
     data, has_data = REPORTS / name / "data.json", round_files.has_results(f"prepare@{name}", locks)
     results, stages = round_files.verdicts(name, locks), round_files.STAGES
@@ -116,9 +120,12 @@ def read_round(name: str, locks: Locks) -> RoundResults:
             stage: columns(round_files.result_file(name, stage, "curves.csv", locks))
             for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(read_rows(EvaluationSample, samples, round_files.restore(samples)))
-        if samples
-        else [],
+        samples=extreme_samples(samples),
+        sample_counts={
+            "all": len(samples),
+            "lost": count(samples, "show", "lost"),
+            "exploit": count(samples, "sign", EXPLOIT),
+        },
         findings=round_files.read_json_or_nothing(health).get("findings", []),
         data=round_files.read_json_or_nothing(data if has_data and data.exists() else None),
         versions=round_files.read_manifest(name, "evaluate", locks).get("versions", {}),
@@ -186,20 +193,23 @@ class Badcases:
     """Badcases of all rounds. counts: of each cause by state. examples: some of each state."""
 
     counts: Mapping[str, Counter[str]]
+    by_round: Mapping[str, int]
     examples: Mapping[str, Sequence[Badcase]]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_round.values())
 
 
 def read_badcases(rounds: Sequence[str], locks: Locks) -> Badcases:
-    """The ledger of the newest round that has one; it contains all earlier badcases too."""
-    with_ledger = (
-        name
-        for name in reversed(rounds)
-        if round_files.has_results(f"replay@{name}", locks) and ledger_path(name).exists()
-    )
-    cases = next((read_ledger(name) for name in with_ledger), [])
     counts: dict[str, Counter[str]] = {}
     by_state: dict[str, list[Badcase]] = {}
+    cases = read_cases(rounds, locks)
     for case in cases:
         counts.setdefault(case.cause.value, Counter())[case.state.value] += 1
         by_state.setdefault(case.state.value, []).append(case)
-    return Badcases(counts, {state: cases[:SHOWN] for state, cases in by_state.items()})
+    return Badcases(
+        counts,
+        Counter(case.round for case in cases),
+        {state: cases[:SHOWN] for state, cases in by_state.items()},
+    )

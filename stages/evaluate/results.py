@@ -103,12 +103,14 @@ class ModelResults:
     Attributes:
         judge_scores: by pass and prompt, of the primary judge. If it only compares, the outcome
             against SFT's response; then a model has none before `win_rates` against SFT.
+        outcomes: by pass and prompt, of the jury, of the first model of the key against the second.
     """
 
     def __init__(self, evaluator: Evaluator, jury: Jury, losses: Metrics, label: str) -> None:
         self.evaluator, self.jury, self.losses, self.label = evaluator, jury, losses, label
         self.samples: dict[str, list[OneSamplePerPrompt]] = {}
         self.judge_scores: dict[str, list[list[float]]] = {}
+        self.outcomes: dict[tuple[str, str], list[list[float]]] = {}
         self.metrics: dict[str, dict[str, float]] = {}
 
     def add_model(self, name: str, model: Any, samples: int) -> None:
@@ -154,6 +156,7 @@ class ModelResults:
         """
         prompts, params = self.evaluator.prompts, self.evaluator.params
         outcomes = paired_outcomes(self.samples[name], self.samples[other], prompts, self.jury)
+        self.outcomes[name, other] = outcomes[JURY]
         columns = {
             "win_rate" if judge == JURY else f"win_rate_{judge}": values
             for judge, values in outcomes.items()
@@ -192,7 +195,8 @@ def win_rate_with_prompts_needed(
 
 
 def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[EvaluationSample]:
-    """One row per prompt and sample number, with each model's text, judge score and reward score.
+    """One row per prompt and sample number, with each model's text, scores, KL and length, and the
+    jury's outcomes.
 
     The models are those of `metrics`. A model with fewer samples per prompt than SFT is in the
     first rows of a prompt only.
@@ -207,8 +211,13 @@ def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[Evalu
                 columns[name] = sample.text
                 if sample.score is not None:
                     columns[f"{name}_score"] = round(sample.score, 4)
+                columns[f"{name}_kl"] = round(sample.kl, 4)
+                columns[f"{name}_length"] = len(sample.tokens)
             if number < len(judge_scores):
                 columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
+        for (name, other), outcomes in results.outcomes.items():
+            if name in results.metrics and number < len(outcomes):
+                columns[f"{name}_against_{other}"] = outcomes[number][index]
         return cast(EvaluationSample, columns)
 
     return [

@@ -148,8 +148,9 @@ class EvaluationSample(PromptRow):
 
     Written by evaluate (samples.jsonl). Read by `rondo compare`, MLflow's tables and the report.
     For each model (base, sft, ppo, champion), `<model>` is its response, `<model>_judge_score`
-    the primary judge's score (if it only compares: the outcome against SFT's response) and
-    `<model>_score` the reward score.
+    the primary judge's score (if it only compares: the outcome against SFT's response),
+    `<model>_score` the reward score, `<model>_kl` nats per sequence from SFT, and `<model>_length`
+    tokens. `<model>_against_<other>`: the jury's outcome (1: better than the other, 0.5: a tie).
 
     sample: the number of the sample, from 0, if there are several per prompt.
     """
@@ -167,6 +168,16 @@ class EvaluationSample(PromptRow):
     sft_score: NotRequired[float]
     ppo_score: NotRequired[float]
     champion_score: NotRequired[float]
+    base_kl: NotRequired[float]
+    sft_kl: NotRequired[float]
+    ppo_kl: NotRequired[float]
+    champion_kl: NotRequired[float]
+    base_length: NotRequired[int]
+    sft_length: NotRequired[int]
+    ppo_length: NotRequired[int]
+    champion_length: NotRequired[int]
+    ppo_against_sft: NotRequired[float]
+    ppo_against_champion: NotRequired[float]
 
 
 class StepRow(TypedDict):

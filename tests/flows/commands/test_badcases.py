@@ -9,6 +9,7 @@ import pytest
 from flows.cli import main
 from stages.lib.core.files import write_jsonl
 from stages.replay.badcases import Badcase, MiningPrompt, Retest, ledger_path, read_user_rows
+from tests.terminal import printed_in_terminal
 
 NUMBERS = {
     "score": 1.25,
@@ -73,13 +74,44 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ab22" in output and "aa11" not in output
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(80, 6), (120, 9)])
+def test_the_list_fits_the_terminal(columns: int, shown: int) -> None:
+    """Each badcase is one line with its prompt; the last columns are in wide terminals only."""
+    case = Badcase(
+        id="0123456789ab", round="r0", cause="judge_loses", origin=4, response="x " * 99, **NUMBERS
+    )
+    for number in range(20):
+        case = case.with_retest(Retest(round=f"r{number}", fired=3, of=4, ranked=True))
+    write_jsonl(ledger_path("r1"), [case.model_dump(mode="json")])
+    lines = printed_in_terminal(["badcases", "list"], columns)
+    assert max(map(len, lines)) <= columns
+    [line] = [line for line in lines if "0123456789ab" in line]
+    assert "The dinner" in line and "r0 3/4  r19 3/4" in line and "…" in line
+    header = ["id", "cause", "state", "fails", "prompt", "response", "round", "score", "jury"]
+    assert lines[0].split() == header[:shown]
+
+
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """A text to read; control characters of a model's text cannot change the terminal."""
+    evil = Badcase(
+        id="cc33", round="r0", cause="human", origin="ada", response="\x1b[2J ü", **NUMBERS
+    )
+    rows = [json.loads(line) for line in ledger_path("r1").read_text().splitlines()]
+    write_jsonl(ledger_path("r1"), [*rows, evil.model_dump(mode="json")])
     assert rondo("show", "aa") == 0
-    case = json.loads(capsys.readouterr().out)
-    assert (case["id"], case["state"]) == ("aa11", "repaired")
-    assert [retest["round"] for retest in case["tries"]] == ["r0", "r1"]
+    lines = capsys.readouterr().out.splitlines()
+    place = "Response of r0's policy, at update 4 of its training"
+    assert lines[0] == f"aa11: no_eos, repaired. {place}"
+    assert lines[2:7] == ["prompt:", "  The dinner", "", "response:", "   was and"]
+    assert "reward: 1.250" in lines and "KL from SFT, nats: -" in lines
+    assert "failed retests: r0 3/4, r1 0/4" in lines
+    assert lines[-2].startswith("With the training rows made of it: reports/badcases.html#aa11")
+    assert lines[-1] == "As JSON lines, for scripts: rounds/r1/replay/data/badcases.jsonl"
+    assert rondo("show", "cc33") == 0
+    output = capsys.readouterr().out
+    assert "Reported by ada in r0" in output and "  \\x1b[2J ü\n" in output
     assert rondo("show", "a") == 2
-    assert "a: the ids of 2 of 2 badcases begin with it" in capsys.readouterr().err
+    assert "a: the ids of 2 of 3 badcases begin with it" in capsys.readouterr().err
 
 
 def test_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,9 +97,9 @@ def test_policies_of_all_runs_best_first_under_a_kl(
     code, lines, _ = best(capsys)  # gates.promote.max_kl_per_token is 0.6
     assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
     assert lines[2:5] == [
-        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 0.59 - 7 c0ffeec0-dirty",
-        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 0.55 0.700 7 c0ffeec0-dirty",
-        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 0.50 0.700 7 c0ffeec0-dirty",
+        "three r0 checkpoints/step_00009 0.900 0.59 - 7 c0ffeec0-dirty",
+        "two r0 policy 0.850 [0.800, 0.900] 0.55 0.700 7 c0ffeec0-dirty",
+        "three r0 policy 0.800 [0.750, 0.850] 0.50 0.700 7 c0ffeec0-dirty",
     ]
     assert lines[5] == (
         "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; "

@@ -1,6 +1,7 @@
 """Two runs in a real MLflow database, compared as a user compares them."""
 
 import json
+import re
 import shutil
 import webbrowser
 from pathlib import Path
@@ -14,6 +15,7 @@ from flows import cli
 from flows.execution.meter import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
+from tests.flows.report.reading import Page
 
 SETTINGS = {"evaluate.tie_margin": 0.05, "seed": 0, "ppo.temperature": 1.0}
 # judge score of the policy, by prompt and sample
@@ -44,7 +46,13 @@ def record(
     write_jsonl(
         folder / "samples.jsonl",
         [
-            {"id": id_, "sample": n, "ppo_judge_score": v}
+            {
+                "id": id_,
+                "sample": n,
+                "prompt": f"<i>{id_}",
+                "ppo": f"It was\n{v}",
+                "ppo_judge_score": v,
+            }
             for id_, vs in sentiments.items()
             for n, v in enumerate(vs)
         ],
@@ -89,11 +97,39 @@ def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(
         line.startswith(("seed", "git")) for line in lines
     )
+    # of 0.4, 0.4 and 0.3, with each text in one line
+    start = lines.index("Largest differences of the judge's score, B - A:")
+    assert lines[start + 1 : start + 4] == [
+        "+0.400 p1-0: <i>p1",
+        "A: It was ↵ 0.1",
+        "B: It was ↵ 0.5",
+    ]
+    assert [line.split()[1] for line in lines[start + 1 : start + 10 : 3]] == [
+        *("p1-0:", "p1-1:", "p3-0:")
+    ]
+    assert lines[start + 10] == "All samples side by side: reports/compare.html"
     page = "http://127.0.0.1:5000/#/compare-runs?runs=["
     assert f"the same numbers in MLflow: {page}" in lines[-2]
     # a database of the user's, which `rondo up` does not serve
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
     assert " in MLflow: " not in compare(capsys, "one", "two-after:r0")[1]
+
+
+def test_the_page_has_all_samples_of_both(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(database, "one", BEFORE, 0.11)
+    record(database, "two", AFTER, 0.3)
+    assert compare(capsys, "one", "two")[0] == 0
+    text = Path("reports/compare.html").read_text()
+    html = Page(text)
+    assert html.open_tags == [] and "<i>" not in text and "<i>p2" in html.words
+    assert text.count('<article class="entry"') == 6
+    # the words that differ are marked; a gain under the tie margin of 0.05 is a tie
+    assert "It was\n<del>0.1</del>" in text and "It was\n<ins>0.5</ins>" in text
+    outcomes = re.findall(r'data-show="(\w+)"', text)
+    assert outcomes == ["won", "won", "tied", "tied", "won", "lost"]
+    assert 'href="report.html"' in text
 
 
 def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_runs(

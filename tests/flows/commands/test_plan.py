@@ -12,6 +12,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Engine, PpoParams
 from tests.paths import ROOT
+from tests.terminal import printed_in_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,15 @@ def all_of(output: str, stage: str) -> list[float]:
 )
 def test_a_cluster_is_parsed(text, nodes, gpus, gigabytes):
     assert parse_cluster(text) == pytest.approx((nodes, gpus, gigabytes * 1e9))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_plan_fits_the_terminal(columns: int) -> None:
+    """The command, which is copied, stays one line."""
+    lines = printed_in_terminal(["plan", "--model", "8b", "--gpus", "8x80"], columns)
+    texts = [line for line in lines if "rondo run " not in line]
+    assert len(texts) < len(lines) and max(map(len, texts)) <= columns
+    assert any("stage" in line and "weights" in line and "all" in line for line in texts)
 
 
 @pytest.mark.parametrize("text", ["", "8", "x80", "8x", "0x80", "8x0", "2.5x80", "1x2x3x4"])

@@ -31,7 +31,7 @@ class Page(HTMLParser):
         self.fetched += [str(values["href"])] if tag == "link" else []
         self.links += [str(values["href"])] if tag == "a" else []
         self.pictures += [str(values["aria-label"])] if tag == "svg" else []
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self.open_tags.append(tag)
 
     def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:

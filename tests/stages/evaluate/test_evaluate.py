@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from stages.evaluate.__main__ import main
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
+    ModelResults,
     describe,
     interval_over_prompts,
     paired_outcomes,
+    side_by_side,
     win_rate_with_prompts_needed,
 )
 from stages.lib.core.errors import BadInput, RondoError
@@ -82,6 +85,29 @@ def test_win_rates_pair_samples_and_count_ties_half():
     # this judge has the opposite opinion, so the two together always tie
     assert rates["short"] == pytest.approx((1.5 / 4, 0.0, 0.75))
     assert rates[JURY] == (0.5, 0.5, 0.5)
+
+
+def test_the_rows_of_samples_have_numbers_of_each_response_and_the_jurys_outcome():
+    """A checkpoint, whose metrics are elsewhere, is in no row."""
+    lexicon, evaluator = Jury({"lexicon": LexiconJudge(0.05)}), SimpleNamespace(params=Params())
+    results = ModelResults(evaluator, lexicon, {}, "r0")
+    evaluator.prompts = ["It", "It"]
+    results.samples = {
+        "sft": [one_pass([BAD, FAIR]), one_pass([BAD, FAIR])],
+        "ppo": [[sample(GOOD, 1.5, 2.0, 3), sample(BAD, -1.0, 4.0, 5)]],
+        "step_00002": [one_pass([GOOD, GOOD])],
+    }
+    results.metrics = {"sft": {}, "ppo": {}, "step_00002": {}}
+    for name in ("ppo", "step_00002"):
+        results.win_rates(name, "sft")
+    del results.metrics["step_00002"]
+    rows = side_by_side([{"id": "a", "prompt": "It"}, {"id": "b", "prompt": "It"}], results)
+    sft = {"sft_score": 0.0, "sft_kl": 0.0, "sft_length": 4}
+    first = {"id": "a", "sample": 0, "prompt": "It", "sft": BAD, **sft}
+    ppo = {"ppo": GOOD, "ppo_score": 1.5, "ppo_kl": 2.0, "ppo_length": 3}
+    assert rows[0] == first | ppo | {"ppo_judge_score": 1.0, "ppo_against_sft": 1.0}
+    assert rows[1] == first | {"sample": 1}  # the policy has one sample of each prompt
+    assert rows[2]["ppo_against_sft"] == 0.0
 
 
 def shortness(prompts, responses):
