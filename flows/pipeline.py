@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import LinkArtifact, MarkdownArtifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run, task_run
-from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows.core.addresses import split_address
+from flows.core.addresses import slug, split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.config import (
     KEEP,
     check_rerun,
+    describe_presets,
     one_more_round,
     preset_names,
     resolve,
@@ -36,11 +36,20 @@ from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.locks import Locks, current_locks
 from flows.core.run_locks import hold_run_lock
-from flows.core.services import HOME, LogLine
+from flows.core.services import HOME, LogLine, prefect_pages
 from flows.execution import dvc_stages, fork_server, gpus, history, inputs, needs
 from flows.execution.meter import Meter
 from flows.execution.worktree import working_tree, workspace
-from flows.orchestration import approval, artifacts, concurrency, retries
+from flows.orchestration import (
+    approval,
+    artifacts,
+    cards,
+    concurrency,
+    outcomes,
+    retries,
+    run_names,
+    stage_card,
+)
 from flows.orchestration.decisions import (
     decide_once,
     decided_params,
@@ -48,17 +57,18 @@ from flows.orchestration.decisions import (
     own_params,
     take_over,
 )
-from flows.report import diagnosis, page, summary
+from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
-from flows.tracking.records import Status
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import progress, reporting
 from stages.lib.core.user_inputs import user_files
 
-PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
+# Prefect takes these descriptions before the docstring's
+PRESET_FIELD: dict[str, Any] = {"enum": preset_names(), "description": describe_presets()}
+PresetName = Annotated[str, Field(json_schema_extra=PRESET_FIELD)]
 
 
 def describe_settings() -> str:
@@ -73,7 +83,6 @@ def describe_settings() -> str:
     return "\n\n".join(lines)  # Prefect's form joins lines that no empty line divides
 
 
-# Prefect takes it before the docstring's
 Settings = Annotated[list[str], Field(json_schema_extra={"description": describe_settings()})]
 # 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
 # value is invalid.
@@ -108,10 +117,12 @@ def make_logger() -> LogLine:
     retry_condition_fn=retries.is_retryable,
     log_prints=False,
 )
+@outcomes.errors_as_states
 def run_stage(
     address: str, run_ref: provenance.RunRef, tracker: MlflowTracker
-) -> dvc_stages.Outcome:
-    """Bring one stage up to date and stream its log.
+) -> dvc_stages.Outcome | State[Any]:
+    """Bring one stage up to date and stream its log; a gate that failed ends in the state Warned if
+    the run continues.
 
     The run's page shows the progress of the stage and, at its end, its results. If the network or a
     remote server was unreachable, Prefect retries the task after a delay; other runs may compute in
@@ -130,7 +141,7 @@ def run_stage(
         outcome = dvc_stages.run(address, on_line, around=computing(address, meter, log))
         result = outcome.value
         log(f"[{address}] {result}")
-        return outcome
+        return outcomes.warned(address) or outcome
     except Exception as error:
         result = "failed"
         if isinstance(error, Unreachable):
@@ -178,13 +189,22 @@ def run_id() -> str:
 
 
 def run_name() -> str:
-    """The flow run's name in Prefect: preset or swept key, then the name of branch and folder."""
+    """The flow run's name in Prefect: what a person typed, else preset or swept key; then the name
+    of branch and folder.
+    """
+    run = run_id()
+    return f"{kind_of_run(HOME.resolve())} {run}"
+
+
+def kind_of_run(home: Path) -> str:
+    """The name that a person gave this flow run, else its preset or swept key."""
     parameters = flow_run.parameters
-    kind = parameters.get("key") or parameters.get("preset") or flow_run.flow_name
-    return f"{kind} {run_id()}"
+    typed = decide_once(home, "name", lambda: run_names.typed_name(flow_run.name))
+    return str(typed or parameters.get("key") or parameters.get("preset") or flow_run.flow_name)
 
 
 @flow(name="rlhf-pipeline", flow_run_name=run_name, persist_result=False)
+@outcomes.errors_as_states
 def rlhf_pipeline(
     preset: PresetName = KEEP,
     rounds: Rounds = 0,
@@ -223,7 +243,7 @@ def pipeline(
         rerun: ended rounds to run again, or ALL.
 
     Returns:
-        The final state: Completed, or Failed with the name GateFailed.
+        The final state: Completed, or Failed with the name GateFailed or GatesFailed.
 
     Raises:
         BadInput: a param is invalid, or names what a form may not name; or MLflow's address can
@@ -256,33 +276,33 @@ def pipeline(
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
         tags = provenance.run_tags(run_ref, params, preset, isolated, home)
+        settings_of_run = provenance.main_settings(params, preset)
         tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
+        tracker.name, tracker.params = run_names.short_name(kind_of_run(home), run), settings_of_run
         tracker.begin()
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
-        remaining = list(addresses)
+        remaining, gate_error = list(addresses), None
         try:
             run_stages(remaining, names, run_ref, tracker, log)
-            verdict = "; ".join(diagnosis.verdict_lines(names, current_locks()))
-            state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
-            state = Failed(name="GateFailed", message=str(error))
+            gate_error = error
         except Pause:
             tracker.wait()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
-            close(run, shown, remaining, tracker, log, todo)
+            close(run, shown, names, remaining, tracker, log, todo)
             raise
         except BaseException:  # Ctrl-C, Cancel: there is no time for a report
             with bookkeeping("recording the run", log):
-                tracker.close("KILLED", {}, INTERRUPTED_SECONDS)
+                tracker.close("KILLED", {}, seconds=INTERRUPTED_SECONDS)
             log(f"Interrupted at {remaining[0] if remaining else 'the end'}.")
             raise
         finally:
             if remaining and isolated and not deployment.id:  # Prefect's UI has Resume and Retry
                 log(GOES_ON.format(run=run))
         # 5. Write the results.
-        close(run, shown, remaining, tracker, log, todo)
-        return state
+        ended_with = close(run, shown, names, remaining, tracker, log, todo)
+        return outcomes.final_state(ended_with, gate_error)
 
 
 def checked_files(params: Params) -> list[Path]:
@@ -330,7 +350,9 @@ def run_stages(
         address = remaining[0]
         ends_run = address not in may_fail
         try:
-            run_stage(address, run_ref, tracker)
+            ended = run_stage(address, run_ref, tracker)
+            if isinstance(ended, State) and ended.name != outcomes.WARNED:
+                ended.result()  # raises the error of the stage
         except GateFailed as error:
             if address != decided and approval.apply_ui_decision(address, revise=ends_run):
                 decided = address
@@ -346,14 +368,17 @@ def run_stages(
 def close(
     run: str,
     rounds: list[str],
+    names: list[str],
     remaining: list[str],
     tracker: MlflowTracker,
     log: LogLine,
     todo: set[str],
-) -> None:
+) -> outcomes.Conclusion:
     """Write and link the results at the end of a run: summary table, verdicts, report.
 
     Args:
+        rounds: those that summary and report show.
+        names: those of the run.
         remaining: the stages that did not run.
         todo: the stages that were not up to date; if there were none, an existing report is still
             valid.
@@ -364,32 +389,55 @@ def close(
         log(summary.text(rounds, locks))
     if todo or not page.REPORT.exists():
         write_report(rounds, locks, log)
+    ended_with = outcomes.conclusion(names or rounds, locks, log)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
-        status: Status = "FAILED" if remaining else "FINISHED"
-        tracker.close(status, {path.name: path.read_text("utf-8") for path in files})
-    with bookkeeping("showing the summary in Prefect", log):
-        create_markdown_artifact(
-            # Prefect renders Markdown with the HTML in it; the table has texts of people
-            html.escape(summary.SUMMARY.read_text("utf-8"), quote=False),
-            key="summary",
-            description=f"Run {run}",
+        prefect, report = run_page(), tracker.page(text=page.REPORT.name)
+        pages = [("Run in Prefect", prefect), ("Report", report)]
+        tracker.close(
+            outcomes.status(ended_with, remaining),
+            {path.name: path.read_text("utf-8") for path in files},
+            outcomes.tags(ended_with, names, locks, pages),
+            outcomes.numbers(names, locks),
         )
+    with bookkeeping("showing the summary in Prefect", log):
+        results = cards.links([slug(address) for address in dvc_stages.stage_order(names)])
+        text = summary_card(ended_with.sentence, results)
+        cards.show(MarkdownArtifact(key="summary", markdown=text, description=f"Run {run}"))
     if page.REPORT.exists():
         url = tracker.page(text=page.REPORT.name)
         link(url, "report", "Report: results, and the stage at fault", log)
     if remaining:
         log(f"Ended at {remaining[0]}.")
+    return ended_with
+
+
+def run_page() -> str | None:
+    """The address of this flow run in Prefect; None if the server ends with the run."""
+    pages = prefect_pages()
+    return f"{pages}/runs/flow-run/{flow_run.id}" if pages else None
+
+
+def summary_card(sentence: str, results: list[str]) -> str:
+    """The summary in Prefect: the sentence and the answers, then links to the cards of the stages
+    in their order, and the table.
+    """
+    # Prefect renders Markdown with the HTML in it; the summary has texts of people
+    text = html.escape(summary.SUMMARY.read_text("utf-8"), quote=False)
+    answers, _, table = text.partition("\n\n")
+    headline = f"**{stage_card.escaped(sentence)}**"
+    return "\n\n".join(filter(None, [headline, answers, " | ".join(results), table]))
 
 
 def link(url: str | None, key: str, text: str, log: LogLine) -> None:
     """Show a link on the run's page in Prefect; nothing if there is no URL."""
     if url:
         with bookkeeping(f"showing the link {key} in Prefect", log):
-            create_link_artifact(url, link_text=text, key=key, description=text)
+            cards.show(LinkArtifact(link=url, link_text=text, key=key, description=text))
 
 
 @flow(name="continue", flow_run_name="continue {run}", persist_result=False)
+@outcomes.errors_as_states
 def continued_run(run: str) -> State[Any]:
     """An isolated run goes on in its workspace, with its own settings.
 
@@ -409,6 +457,7 @@ def rounds_with_one_more(home: Path) -> int:
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)
+@outcomes.errors_as_states
 def next_round(
     settings: Settings = [],  # noqa: B006
     isolated: bool = False,

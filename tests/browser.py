@@ -199,7 +199,8 @@ def look_at_mlflow(page: Page, address: str) -> None:
     number = experiment["experiment_id"]
     runs = request(f"{api}/runs/search", {"experiment_ids": [number]})["runs"]
     ids = {run["info"]["run_name"]: run["info"]["run_id"] for run in runs}
-    [pipeline] = [name for name in ids if re.match(r"\d{8}-\d{6}-", name)]
+    of_pipeline = {"key": "rondo.address", "value": "pipeline"}
+    [pipeline] = [run["info"]["run_id"] for run in runs if of_pipeline in run["data"]["tags"]]
     workflow = "workflowType=machine_learning"
     page.goto(f"{address}/#/experiments/{number}/models?{workflow}")
     expect(page.get_by_text("r0-ppo").first).to_be_visible()
@@ -208,7 +209,7 @@ def look_at_mlflow(page: Page, address: str) -> None:
     page.goto(f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&{workflow}')
     expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
     shot(page, "compare")
-    page.goto(f"{address}/#/experiments/{number}/runs/{ids[pipeline]}/model-metrics")
+    page.goto(f"{address}/#/experiments/{number}/runs/{pipeline}/model-metrics")
     for name in HEALTH:
         expect(page.get_by_text(f"r0/{name}").first).to_be_visible()
     shot(page, "curves")

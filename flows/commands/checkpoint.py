@@ -22,7 +22,7 @@ from flows.core.tables import interval
 from flows.execution import dvc_stages
 from flows.execution.meter import Meter
 from flows.execution.worktree import folder_of_run
-from flows.orchestration import concurrency
+from flows.orchestration import concurrency, outcomes
 from flows.pipeline import make_logger
 from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import open_tracker
@@ -36,6 +36,7 @@ ROWS = ("judge_score", "score", "kl", "length", "eos_rate", "distinct_2", "repet
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="{checkpoint}@{round}", persist_result=False)
+@outcomes.errors_as_states
 def evaluate_checkpoint(
     run: str = "", round: str = "r0", checkpoint: str = "step_00010"
 ) -> State[Any]:

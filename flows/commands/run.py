@@ -23,7 +23,7 @@ from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
 from flows.execution.history import resolve_run
 from flows.execution.worktree import check_committed, folder_of_run
-from stages.lib.core.errors import BadInput, GateFailed, RondoError
+from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.progress import progress, reporting
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
             start_temporary_server(HOME.resolve())
         from httpx import HTTPError, TransportError
 
-        from flows.orchestration import prefect_requests
+        from flows.orchestration import outcomes, prefect_requests
 
         try:
             state = start()
@@ -130,10 +130,8 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
                 raise
             raise prefect_requests.failed(cause) from None
     interrupts.exit_at_signals()  # all is recorded
-    if state.is_completed():
+    if state.is_completed() or state.name == outcomes.GATES_FAILED:
         return 0
-    if state.name == "GateFailed":
-        raise GateFailed(state.message)
     error = state.result(raise_on_failure=False)
     if isinstance(error, RondoError):
         raise error

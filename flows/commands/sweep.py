@@ -17,6 +17,7 @@ from flows.core.locks import Locks, current_locks
 from flows.core.services import HOME
 from flows.execution import dvc_stages
 from flows.execution.worktree import COMPLETE, WORKSPACES
+from flows.orchestration import outcomes
 from flows.pipeline import (
     PresetName,
     Rounds,
@@ -44,6 +45,7 @@ SHOWN = (
 
 
 @flow(name="sweep", flow_run_name=run_name, persist_result=False)
+@outcomes.errors_as_states
 def sweep(
     key: str = "ppo.kl_coef",
     values: Values = ["0.05", "0.11", "0.3"],  # noqa: B006

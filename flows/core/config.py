@@ -9,6 +9,7 @@ of the run change params.yaml.
 import io
 import json
 from collections.abc import Collection, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ REPLACED_WHOLE = ("rubric", "endpoints", "engine_options")
 def preset_names() -> list[str]:
     """Valid values of `--preset`: `keep`, `default` and the files of presets/."""
     return [KEEP, DEFAULT, *sorted(path.stem for path in PRESETS.glob("*.yaml"))]
+
+
+def describe_presets() -> str:
+    """What the heads of the preset files say of minutes, machines and downloads, in Markdown."""
+    lines = [
+        f"An overlay on the defaults. `{KEEP}`: params.yaml as it is; `{DEFAULT}`: the defaults."
+    ]
+    for path in sorted(PRESETS.glob("*.yaml")):
+        head = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        lines.append(f"- `{path.stem}`: {' '.join(line.strip('# ') for line in head)}")
+    return "\n\n".join(lines)  # Prefect's form joins lines that no empty line divides
 
 
 def read_preset(name: str) -> dict[str, Any]:

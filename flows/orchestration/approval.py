@@ -6,18 +6,17 @@ A person approves or refuses, in the Prefect UI or with `rondo approve`, and giv
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import get_client, get_run_logger
-from prefect.client.schemas.filters import ArtifactFilter
+from prefect import get_run_logger
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import Keyset, RunInput, keyset_from_base_key
 from prefect.input.actions import delete_flow_run_input, read_flow_run_input
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import deployment
 from pydantic import Field
 
 from flows.core.addresses import slug, split_address
 from flows.core.git import person
-from flows.core.services import prefect_pages
 from flows.core.verdicts import failed_checks, failed_values, read_gate
+from flows.orchestration import cards
 from stages.gate.approvals import Approval, check_reason, write_approval
 from stages.gate.thresholds import GATE_STAGES
 from stages.lib.core.ended_rounds import has_ended
@@ -104,17 +103,9 @@ def question(verdict: dict[str, Any]) -> str:
 
 
 def _results(gate: str, round_: str) -> list[str]:
-    """Links to what this run's page has on a gate: its verdict, and the samples of its stages."""
-    addresses = [f"gate_{gate}@{round_}"]
-    addresses += [f"samples_{stage}@{round_}" for stage in GATE_STAGES[gate]]
-    keys = list(map(slug, addresses))
-    of_run = {"key": {"any_": keys}, "flow_run_id": {"any_": [flow_run.id]}}
-    with get_client(sync_client=True) as client:
-        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(of_run))
-    artifacts.sort(key=lambda artifact: str(artifact.created))
-    ids = {artifact.key: artifact.id for artifact in artifacts}
-    page = f"{prefect_pages()}/artifacts/artifact"
-    return [f"[{key}]({page}/{ids[key]})" for key in keys if key in ids]
+    """Links to what this run's page has on a gate: its verdict, and the results of its stages."""
+    addresses = [f"{stage}@{round_}" for stage in (f"gate_{gate}", *GATE_STAGES[gate])]
+    return cards.links(list(map(slug, addresses)))
 
 
 def _delete(input_keys: Keyset) -> None:

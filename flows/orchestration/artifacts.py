@@ -1,49 +1,48 @@
-"""Prefect artifacts of a stage: a progress bar, PPO's health and newest responses while it runs;
-metrics, samples, pictures or the gate's verdict at its end.
+"""Prefect artifacts of a stage: while it runs, its progress with the newest metrics, and PPO's
+newest responses; at its end one card with pictures, samples and metrics, or a gate's verdict.
 """
 
 import base64
 import gzip
-import html
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from markupsafe import Markup
-from prefect.artifacts import (
-    MarkdownArtifact,
-    ProgressArtifact,
-    TableArtifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import MarkdownArtifact, ProgressArtifact
 
-from flows.core import addresses, tables, verdicts
+from flows.core import addresses, tables
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
-from flows.report import charts, diagnosis, page, round_files
-from flows.report.round_data import extreme_samples, read_round
+from flows.orchestration import cards, stage_card
+from flows.report import charts, page
+from flows.report.round_data import read_round
 from flows.tracking.records import UNFINISHED
-from stages.lib.core.files import read_jsonl, stage_dir, work_dir
-from stages.lib.core.params import flatten, load_params
+from stages.lib.core.files import stage_dir, work_dir
+from stages.lib.core.params import load_params
 from stages.lib.core.progress import PROGRESS, STEP, UNKNOWN
-from stages.lib.core.rows import EvaluationSample, RolloutRow, read_rows
-from stages.lib.data.prompts import transcript
+from stages.lib.core.rows import RolloutRow, StepRow, read_rows
 
-Artifact = ProgressArtifact | MarkdownArtifact | TableArtifact
+Artifact = ProgressArtifact | MarkdownArtifact
+RUNNING, RESPONSES = "progress", "responses"  # keys of what the page shows of the running stage
 FINDING = re.compile(r"(warn|danger): ")
-PROGRESS_SECONDS, RESPONSES_SECONDS = 2.0, 20.0  # between two updates of an artifact
+PROGRESS_SECONDS, RESPONSES_SECONDS = 5.0, 20.0  # between two updates of an artifact
 PAUSE_SECONDS = 60.0  # after an error
-SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and characters of a text
-ROLLOUT_COLUMNS = ("prompt", "response", "score", "judge_score", "kl")
+CURVES = {  # of metrics.jsonl, with their names on the page
+    "loss": "loss",
+    "score_mean": "reward",
+    "judge_score_mean": "judge score",
+    "kl": "KL from SFT, nats",
+    "response_length": "response length, tokens",
+}
+SHOWN_STEPS, SPARKS = 3, "▁▂▃▄▅▆▇█"
+MAX_SPARKS, SHOWN_FINDINGS = 24, 3
 
 
 class RunArtifacts:
@@ -57,11 +56,12 @@ class RunArtifacts:
         self.address, self.log = address, log
         self.stage, self.round = addresses.split_address(address)
         self.key = addresses.slug(address)
-        self.bars: dict[str, UUID] = {}  # progress artifacts by key
+        self.step: re.Match[str] | None = None  # the last line of each kind
         self.findings: list[str] = []
+        self.responses = ""  # the last ones that were shown
         self.bytes_read: dict[Path, int] = {}  # of each file of rollouts
         # Times of time.monotonic()
-        self.bars_due: dict[str, float] = {}
+        self.progress_due = 0.0
         self.responses_due = time.monotonic() + RESPONSES_SECONDS
         self.paused_until = 0.0
 
@@ -70,57 +70,80 @@ class RunArtifacts:
         if time.monotonic() >= self.paused_until:
             with self._errors_ignored():
                 for artifact in self.updates(text):
-                    self._send(artifact)
+                    cards.show(artifact)
 
     def end(self, outcome: str) -> None:
-        """Show the results of the stage at its end.
+        """Show the results of the stage at its end, in place of its progress.
 
         A failed gate shows its verdict, another failed or cancelled stage nothing. Charts are
         drawn only of a stage that ran.
         """
         with self._errors_ignored():
-            succeeded = outcome not in UNFINISHED
-            for bar in self.bars.values() if succeeded else ():
-                update_progress_artifact(bar, 100.0, f"{self.address}: done")
-            if succeeded or self.stage.startswith("gate_"):
-                for artifact in self.results():
-                    self._send(artifact)
+            cards.remove(RUNNING, RESPONSES)
+            parts: list[str] = []
+            is_gate, succeeded = self.stage.startswith("gate_"), outcome not in UNFINISHED
             if outcome == dvc_stages.Outcome.ran.value:
-                for artifact in self.pictures():
-                    self._send(artifact)
+                pictures = self.pictures()
+                parts += [one.markdown for one in pictures if isinstance(one, MarkdownArtifact)]
+            if succeeded and self.findings:
+                parts.append("\n".join(["**Health**", "", *self.findings]))
+            if succeeded and self.responses:
+                parts.append(self.responses)
+            if succeeded or is_gate:
+                parts += stage_card.results(self.stage, self.round)
+            if parts:
+                description = f"{self.address}: {'verdict' if is_gate else 'results'}"
+                markdown = "\n\n".join(parts)
+                cards.show(
+                    MarkdownArtifact(key=self.key, markdown=markdown, description=description)
+                )
 
     def updates(self, line: str) -> Iterator[Artifact]:
         """The artifacts that change with a line of the stage's output."""
         match = PROGRESS.match(line)
         if not match:
             return
-        details = match["details"] or ""
-        done, total = int(match["done"] or 0), int(match["total"] or 0)
-        is_step = match["what"] == STEP
-        # a pass has a bar of its own, since it ends within a step
-        key = f"{'progress' if is_step else 'pass'}-{self.key}"
-        if time.monotonic() >= self.bars_due.get(key, 0.0) or (total and done == total):
-            self.bars_due[key] = time.monotonic() + PROGRESS_SECONDS
-            yield ProgressArtifact(
-                key=key,
-                progress=100 * done / total if total else 0.0,
-                description=f"{self.address}: {describe_progress(match)}",
-            )
+        details, is_step = match["details"] or "", match["what"] == STEP
+        if is_step:
+            self.step = match
         if is_step and FINDING.match(details):
-            self.findings.append(f"- update {done}: {html.escape(details, quote=False)}")
-            yield MarkdownArtifact(
-                key=f"health-{self.key}",
-                markdown="\n".join(self.findings),
-                description=f"Health of {self.address}",
-            )
+            self.findings.append(f"- update {match['done']}: {stage_card.escaped(details)}")
+        is_last = bool(match["total"]) and match["done"] == match["total"]
+        if time.monotonic() >= self.progress_due or (is_step and is_last):
+            self.progress_due = time.monotonic() + PROGRESS_SECONDS
+            yield self.progress(match)
         if time.monotonic() >= self.responses_due:
             self.responses_due = time.monotonic() + RESPONSES_SECONDS
             if responses := self.newest_responses():
-                yield TableArtifact(
-                    key=f"answers-{self.key}",
-                    table=table(responses, ROLLOUT_COLUMNS),
-                    description=f"Responses of {self.address} at update {responses[0]['update']}",
+                title = f"**Responses at update {responses[0]['update']}**"
+                self.responses = f"{title}\n\n{stage_card.responses(responses)}"
+                yield MarkdownArtifact(
+                    key=RESPONSES,
+                    markdown=self.responses,
+                    description=f"{self.address}: newest responses",
                 )
+
+    def progress(self, last: re.Match[str]) -> ProgressArtifact:
+        """How far the stage is: the bar of its steps, or before the first one that of its pass."""
+        bar = self.step or last
+        done, total = int(bar["done"] or 0), int(bar["total"] or 0)
+        parts = [f"{self.address}: {describe_progress(bar)}"]
+        if self.step and last["what"] != STEP:
+            parts.append(f"now: {describe_progress(last)}")
+        parts += [self.newest_metrics()] if self.step else []
+        parts.append("\n".join(self.findings[-SHOWN_FINDINGS:]))
+        return ProgressArtifact(
+            key=RUNNING,
+            progress=100 * done / total if total else 0.0,
+            description="\n\n".join(filter(None, parts)),
+        )
+
+    def newest_metrics(self) -> str:
+        """A table of the last steps with a line of all steps so far; empty if there are none."""
+        path = stage_dir(self.round, self.stage) / "metrics.jsonl"
+        command = f"dvc repro -f {self.address}"
+        rows = read_rows(StepRow, path, command, growing=True) if path.exists() else []
+        return curves_table(rows)
 
     def newest_responses(self) -> list[RolloutRow]:
         """Rollouts of the last update that was appended since the last call; empty if there is
@@ -142,36 +165,7 @@ class RunArtifacts:
         except EOFError:  # the stage is writing: the next call reads it
             return []
         self.bytes_read[newest] = end
-        return [row for row in rows if row["update"] == rows[-1]["update"]][:SHOWN]
-
-    def results(self) -> Iterator[Artifact]:
-        """The verdict of a gate, or the metrics and samples of another stage."""
-        if self.stage.startswith("gate_"):
-            if verdict := verdicts.read_gate(self.round, self.stage.removeprefix("gate_")):
-                yield MarkdownArtifact(
-                    key=self.key,
-                    markdown=gate_markdown(verdict),
-                    description=f"Verdict of {self.address}",
-                )
-            return
-        folder = stage_dir(self.round, self.stage)
-        metrics = flatten(round_files.read_metrics(self.round, self.stage, {self.address: {}}))
-        if rows := [{"metric": name, "value": value} for name, value in metrics]:
-            yield TableArtifact(
-                key=self.key, table=table(rows), description=f"Metrics of {self.address}"
-            )
-        if (path := folder / "samples.jsonl").exists():
-            restore = round_files.restore(path)
-            shown: Sequence[Mapping[str, object]]
-            if self.stage == "evaluate":
-                shown = extreme_samples(read_rows(EvaluationSample, path, restore))
-            else:
-                shown = read_jsonl(path, restore)[:SHOWN]
-            yield TableArtifact(
-                key=f"samples-{self.key}",
-                table=table(shown),
-                description=f"Samples of {self.address}",
-            )
+        return [row for row in rows if row["update"] == rows[-1]["update"]][: stage_card.SHOWN]
 
     def pictures(self) -> Iterator[Artifact]:
         """The charts of the report that belong to the stage."""
@@ -184,18 +178,6 @@ class RunArtifacts:
                 markdown="\n\n".join(picture_markdown(chart) for chart in charts_of_stage),
                 description=f"Pictures of {self.address}",
             )
-
-    def _send(self, artifact: Artifact) -> None:
-        key, description = artifact.key, artifact.description
-        if isinstance(artifact, MarkdownArtifact):
-            create_markdown_artifact(artifact.markdown, key, description)
-        elif isinstance(artifact, TableArtifact):
-            create_table_artifact(artifact.table, key, description)
-        elif bar := self.bars.get(key or ""):
-            update_progress_artifact(bar, artifact.progress, description)
-        else:
-            created = create_progress_artifact(artifact.progress, key or "", description)
-            self.bars[key or ""] = cast(UUID, created)
 
     @contextmanager
     def _errors_ignored(self) -> Iterator[None]:
@@ -210,45 +192,50 @@ def describe_progress(match: re.Match[str]) -> str:
     """What a line of PROGRESS says, as the description of a bar."""
     if match["total"]:
         unit = f" {match['unit']}" if match["unit"] else ""
-        left = f", {match['eta']} left" if match["eta"] != UNKNOWN else ""
+        end = "the last step" if match["what"] == STEP else "the end of this part"
+        left = f", {match['eta']} until {end}" if match["eta"] != UNKNOWN else ""
         text = f"{match['what']} {match['done']} of {match['total']}{unit}{left}"
     else:
         text = f"{match['what']}, for {match['elapsed']}"
     # the details of a step are its metrics, those of a pass the passes around it
     around = match["details"] if match["what"] != STEP else None
-    return f"{text} ({around})" if around else text
+    return stage_card.escaped(f"{text} ({around})" if around else text)
 
 
-def table(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Rows for a Prefect table, with these columns or all.
+def curves_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The CURVES of the last steps, and a line of all steps; empty without any."""
+    names = {
+        name: [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        for name in CURVES
+    }
+    last = rows[-SHOWN_STEPS:]
+    header = ["", *(f"step {row['step']}" for row in last), "all steps"]
+    body = [
+        [
+            CURVES[name],
+            *(stage_card.shown(row.get(name)) for row in last),
+            sparkline(values),
+        ]
+        for name, values in names.items()
+        if values
+    ]
+    return tables.markdown_table(header, body) if body else ""
 
-    Prefect renders cells as HTML, so the texts of models are escaped.
+
+def sparkline(values: Sequence[float]) -> str:
+    """A line of bars, from the lowest to the highest value.
+
+    >>> sparkline([0.0, 7.0, 3.0])
+    '▁█▄'
     """
-    names = columns or list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: cell(row.get(name, "")) for name in names} for row in rows]
-
-
-def cell(value: Any) -> Any:
-    if isinstance(value, int | float):
-        return value
-    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
-        value = transcript(value).strip()
-    return html.escape(str(value)[:SHOWN_CHARACTERS], quote=False)
+    numbers = [value for value in values if math.isfinite(value)]
+    every = math.ceil(len(numbers) / MAX_SPARKS) or 1
+    lowest, highest = min(numbers, default=0.0), max(numbers, default=0.0)
+    scale = (len(SPARKS) - 1) / (highest - lowest) if highest > lowest else 0.0
+    return "".join(SPARKS[round((value - lowest) * scale)] for value in numbers[::-every][::-1])
 
 
 def picture_markdown(picture: Markup) -> str:
     """A chart of the report as an image in Markdown."""
     data = base64.b64encode(charts.on_paper(picture).encode()).decode()
     return f"![](data:image/svg+xml;base64,{data})"
-
-
-def gate_markdown(verdict: dict[str, Any]) -> str:
-    """The outcome of a gate and a table of its checks."""
-    header = ("metric", "value", "threshold", "passed", "next step")
-    keys = ("metric", "value", "threshold", "passed", "next_step")
-    checks = tables.markdown_table(
-        header, ([check[key] for key in keys] for check in verdict["checks"])
-    )
-    return html.escape(f"{diagnosis.outcome(verdict)}\n\n{checks}", quote=False)

@@ -10,9 +10,10 @@ from prefect.client.schemas.objects import BlockDocument
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 
+from flows.orchestration.outcomes import GATE_FAILED, GATES_FAILED
 from flows.orchestration.prefect_requests import prefect_client
 
-STATES = ("GateFailed", "Suspended", "Failed", "Crashed")
+STATES = (GATE_FAILED, GATES_FAILED, "Suspended", "Failed", "Crashed")
 # An existing automation is found by this name: a new name would create a second one beside it
 NAME = f"rondo: tell of {', '.join(STATES)}"
 BLOCK = "rondo"
@@ -34,14 +35,15 @@ TRIGGER = EventTrigger.model_validate(
 )
 # Jinja, rendered by Prefect. A suspended run has no message of its own. The message of a failed
 # stage ends with lines that the stage printed, such as rows of the data: only the part before them,
-# `Flow run encountered an exception: BadInput: sft@r0`, leaves this machine.
+# `BadInput: sft@r0`, leaves this machine.
 REASON = (
     "{% if flow_run.state.name == 'Suspended' %}"
     "waits for a decision: press Resume on its page"
-    "{% elif flow_run.state.name == 'GateFailed' %}"
+    f"{{% elif flow_run.state.name in ('{GATE_FAILED}', '{GATES_FAILED}') %}}"
     "{{ flow_run.state.message }}"
     "{% else %}"
-    "{{ flow_run.state.message.split('\n')[0].split(':')[:3]|join(':') }}"
+    "{{ flow_run.state.message.replace('Flow run encountered an exception: ', '')"
+    ".split('\n')[0].split(':')[:2]|join(':') }}"
     "{% endif %}"
 )
 SUBJECT = "{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}"

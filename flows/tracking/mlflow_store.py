@@ -238,6 +238,8 @@ class MlflowStore:
                 self.client, self.experiment, run_id, record.promotion, record.ended
             )
         self._set_status(run_id, record)
+        if record.name:
+            self.client.update_run(run_id, name=record.name)
         self.client.set_tag(run_id, RECORD, digest)
 
     def _set_status(self, run_id: str, record: Record) -> None:

@@ -227,6 +227,7 @@ class MlflowTracker:
         """
         self.run, self.uri, self.home = run, uri, home
         self.tags, self.upload = dict(tags), upload
+        self.name, self.params = "", dict[str, str]()  # of the pipeline run
         self.log_line, self.logged = log, set[str]()
         self.store: MlflowStore | None = None
         self.warned, self.refusal = False, ""  # why this address never takes a record
@@ -297,10 +298,22 @@ class MlflowTracker:
             done.wait(seconds)
 
     def close(
-        self, status: Status, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS
+        self,
+        status: Status,
+        texts: Mapping[str, str],
+        tags: Mapping[str, str] = {},
+        final: Mapping[str, float] = {},
+        seconds: float = CLOSE_SECONDS,
     ) -> None:
-        """Call when the pipeline run ended, with its report and summary by file name."""
-        self._send_status(status, texts)
+        """Call when the pipeline run ended.
+
+        Args:
+            texts: its report and summary by file name.
+            tags: of the pipeline run alone.
+            final: its metrics.
+            seconds: the longest that this waits.
+        """
+        self._send_status(status, texts, tags, final)
         self.finish_sending(seconds)
 
     def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -321,17 +334,27 @@ class MlflowTracker:
                 fate = f"they cannot be sent to this address. {self.refusal}"
             self.log(f"MLflow lacks records or models of {len(lacking)} runs: {fate}")
 
-    def _send_status(self, status: Status, texts: Mapping[str, str] = {}) -> None:
+    def _send_status(
+        self,
+        status: Status,
+        texts: Mapping[str, str] = {},
+        tags: Mapping[str, str] = {},
+        final: Mapping[str, float] = {},
+    ) -> None:
         """Record the state of the pipeline run."""
         now, earlier = milliseconds(), read(record_path(self.home, self.run))
         self.send(
             Record(
                 run=self.run,
+                name=(earlier and earlier.name) or self.name,
                 status=status,
                 started=earlier.started if earlier else now,
                 ended=now,
-                tags=self.tags,
+                # MLflow takes no other value of a param; `rondo run --continue` knows no preset
+                params=(earlier and earlier.params) or self.params,
+                tags={**self.tags, **tags},
                 texts=dict(texts),
+                final=dict(final),
             )
         )
 

@@ -66,7 +66,9 @@ def register(
         selected = [one for one in models if one.params.get("path") == path]
         model = max(selected or models, key=lambda one: MLFLOW_MODEL_IS_EXTERNAL not in one.tags)
         source, model_id = f"models:/{model.model_id}", model.model_id
-        version = client.create_model_version(NAME, source, run_id, tags=tags, model_id=model_id)
+        version = client.create_model_version(
+            NAME, source, run_id, tags=tags, description=_about(tags), model_id=model_id
+        )
         client.set_registered_model_alias(NAME, CHALLENGER, str(version.version))
     elif tags.get("isolated") != str(True) and any(
         version.tags.get(key) != tags.get(key) for key in ("passed_or_approved", "isolated")
@@ -281,6 +283,16 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
             time, by, reason = (tags[f"{tag}.{key}"] for key in ("at", "by", "reason"))
             lines.append(f"  {verb} {time:.16} by {by}: {reason}")
     return lines
+
+
+def _about(tags: Mapping[str, str]) -> str:
+    """The description of a version in MLflow."""
+    preset = f", preset {tags['preset']}" if "preset" in tags else ""
+    return (
+        f"Policy of {tags['round']}, seed {tags.get('seed', '-')}{preset}. Win rate against SFT "
+        f"{_win_rate(tags, 'win_rate')}, against the champion before it "
+        f"{_win_rate(tags, 'win_rate_champion')}. Weights: `{tags['path']}`, md5 {tags['md5']}."
+    )
 
 
 def _win_rate(tags: Mapping[str, str], name: str) -> str:

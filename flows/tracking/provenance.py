@@ -19,10 +19,18 @@ from flows.core.addresses import split_address
 from flows.core.locks import read_lock
 from flows.execution.meter import Meter
 from stages.lib.core.files import json_hash, read_json, work_dir, write_json, write_text
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, flatten
 from stages.lib.core.validation import check_type
 
 PROJECT = "project"  # tag of a run
+MAIN_SETTINGS = (
+    *("seed", "assets.model", "assets.data"),
+    *("sft.learning_rate", "sft.num_train_epochs", "sft.max_steps"),
+    *("reward.learning_rate", "reward.num_train_epochs", "reward.max_steps"),
+    *("algorithm", "ppo.engine", "ppo.total_episodes", "ppo.learning_rate", "ppo.kl_coef"),
+    *("ppo.target_kl_per_token", "ppo.lora.r"),
+    *("gates.sft.policy", "gates.reward.policy", "gates.promote.policy"),
+)
 
 
 class RunRef(NamedTuple):
@@ -68,6 +76,12 @@ def run_tags(by: RunRef, params: Params, preset: str, isolated: bool, home: Path
         PROJECT: project_id(home),
         "isolated": str(isolated),
     }
+
+
+def main_settings(params: Params, preset: str) -> dict[str, str]:
+    """The settings by which people tell runs apart, as parameters of the run in MLflow."""
+    values = dict(flatten(params.model_dump(mode="json"), separator="."))
+    return {"preset": preset, **{key: str(values[key]) for key in MAIN_SETTINGS}}
 
 
 def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter) -> None:

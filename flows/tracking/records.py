@@ -63,6 +63,7 @@ SECTIONS: dict[str, Any] = {
     "ppo": {"response_length", "temperature"},
     "reward": {"max_length"},
 }
+NOTE = "mlflow.note.content"  # the tag with the description of a run
 Status = Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"]
 UNFINISHED: dict[str, Status] = {"failed": "FAILED", "cancelled": "KILLED"}  # by outcome
 
@@ -118,6 +119,7 @@ class Record(BaseModel):
 
     run: str
     address: str = ""
+    name: str = ""  # of the pipeline run in MLflow's pages
     status: Status = "RUNNING"  # MLflow's; a run that waits for a decision is SCHEDULED
     started: int  # milliseconds since the epoch
     ended: int  # the same as `started` for a stage that did not compute

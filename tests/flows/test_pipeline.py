@@ -2,13 +2,14 @@
 the form, `next-round`.
 """
 
+import html
 import json
 import logging
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from prefect.client.schemas import FlowRun, SetStateStatus, State
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
+from prefect.logging.loggers import get_logger
 from prefect.states import Cancelled, Scheduled
 
 from flows import pipeline
@@ -31,9 +33,10 @@ from flows.execution import fork_server, needs
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
-from flows.report import summary
+from flows.report import diagnosis, summary
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.ended_rounds import params_of
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
 from tests.paths import ROOT
@@ -43,10 +46,12 @@ ExecuteLogged = Callable[..., tuple[State[Any], str]]
 FIRST_STEP = "[sft@r0] step 1/3"
 
 
-def submit(prefect: SyncPrefectClient, flow: Flow[..., Any], **parameters: Any) -> FlowRun:
+def submit(
+    prefect: SyncPrefectClient, flow: Flow[..., Any], name: str | None = None, **parameters: Any
+) -> FlowRun:
     """A run of a deployment, as the form creates it."""
     deployment = prefect.create_deployment(prefect.create_flow(flow), "form")
-    return prefect.create_flow_run_from_deployment(deployment, parameters=parameters)
+    return prefect.create_flow_run_from_deployment(deployment, name=name, parameters=parameters)
 
 
 def execute(prefect: SyncPrefectClient, flow: Flow[..., Any], run: FlowRun) -> State[Any]:
@@ -130,6 +135,52 @@ def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api:
     assert "rondo: Unreachable: sft@r0: " in done.stderr and "no answer" in done.stderr
 
 
+def test_a_run_whose_gates_warn_is_not_green_and_has_its_name_and_verdict_everywhere(
+    project: Path,
+    api: str,
+    prefect: SyncPrefectClient,
+    shared_database: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_database)
+    settings = ["gates.sft.loss_drop=0.9", "gates.sft.policy=warn"]
+    run = submit(prefect, rlhf_pipeline, "my-first-smoke", settings=settings, isolated=True)
+    failed = execute(prefect, rlhf_pipeline, run)
+    retry(prefect, run)
+    again = execute(prefect, rlhf_pipeline, run)
+    [folder] = (project / ".rondo/workspaces").iterdir()
+    with chdir(folder):
+        sentence = diagnosis.headline(["r0"], current_locks())
+    for state in (failed, again):
+        assert state.is_failed() and (state.name, state.message) == ("GatesFailed", sentence)
+    assert (folder / ".rondo/ended").exists()
+    until(lambda: "Warned" in states(api, run, "gate_sft@r0"))
+    assert "Completed" not in states(api, run, "gate_sft@r0")
+    until(lambda: "Completed" in states(api, run, "evaluate@r0"))
+    name = folder.name
+    assert prefect.read_flow_run(run.id).name == f"my-first-smoke {name}"
+
+    client = MlflowClient(shared_database)
+    query = f"tags.`rondo.run` = '{name}' AND tags.`rondo.address` = 'pipeline'"
+    [recorded] = client.search_runs([experiment_of(client)], query)
+    assert recorded.info.status == "FAILED"
+    assert recorded.info.run_name == f"my-first-smoke {str(run.id)[:8]}"
+    assert recorded.data.params["preset"] == "keep"
+    assert recorded.data.params["gates.sft.policy"] == "warn"
+    assert recorded.data.tags["r0.gate_sft"] == "failed; the run went on (policy: warn)"
+    assert recorded.data.metrics["final/r0/win_rate"] == 0.8
+    assert recorded.data.metrics["final/r0/kl"] == 6.0
+    note, _, links = recorded.data.tags["mlflow.note.content"].partition("\n\n")
+    assert note == html.escape(sentence, quote=False)
+    assert f"/runs/flow-run/{run.id})" in links
+
+    query = f"tags.`rondo.run` = '{name}' AND tags.`rondo.address` = 'sft@r0'"
+    [sft] = client.search_runs([experiment_of(client)], query)
+    [made] = json.loads((folder / ".rondo/work/r0/sft/made.json").read_text()).values()
+    duration = (sft.info.end_time - sft.info.start_time) / 1000
+    assert duration == pytest.approx(made["seconds"], abs=0.01)  # the report's
+
+
 def test_another_failure_is_not_retried(
     project: Path,
     prefect: SyncPrefectClient,
@@ -139,7 +190,8 @@ def test_another_failure_is_not_retried(
     set_retry_delays(monkeypatch, [0, 0])
     state, log = execute_logged(submit(prefect, rlhf_pipeline, settings=["sft.max_steps=1"]))
     assert log.count(FIRST_STEP) == 1 and "tried again" not in log
-    assert "BadInput: sft@r0: " in str(state.message) and "rows missing" in str(state.message)
+    assert str(state.message).startswith("BadInput: sft@r0: ")
+    assert "rows missing" in str(state.message)
 
 
 def test_a_run_that_begins_again_keeps_its_own_params_and_rounds_of_others(
@@ -295,7 +347,7 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     assert "It was refused by Ada: too little" in question
     links = re.findall(r"\[(\S+)\]\(\S+/artifacts/artifact/(\S+)\)", question)
     artifacts = {key: prefect.read_artifacts(artifact_filter=of_id(id_))[0] for key, id_ in links}
-    assert list(artifacts) == ["gate-sft-r0", "samples-sft-r0"]
+    assert list(artifacts) == ["gate-sft-r0", "sft-r0"]
     assert all(artifact.key == key for key, artifact in artifacts.items())
     prefect.resume_flow_run(run.id, {"decision": "approve", "by": "Bo", "reason": "enough"})
     assert execute(prefect, rlhf_pipeline, run).name == "Completed"
@@ -344,11 +396,22 @@ def test_a_run_that_a_gate_stopped_shows_no_number_of_the_committed_run(
 
 
 def test_a_bad_value_fails_the_run_before_it_writes_anything(
-    project: Path, prefect: SyncPrefectClient
+    project: Path, prefect: SyncPrefectClient, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log has its message, and no traceback, as the process of a worker logs it."""
     run = submit(prefect, rlhf_pipeline, settings=["ppo.gamma=7"], isolated=True)
-    failed = execute(prefect, rlhf_pipeline, run)
-    assert failed.is_failed() and "ppo.gamma" in str(failed.message)
+    logger = get_logger("prefect.flow_runs")
+    with caplog.at_level(logging.INFO, logger.name), suppress(BadInput):
+        run_flow(
+            rlhf_pipeline,
+            flow_run=prefect.read_flow_run(run.id),
+            error_logger=logger,
+        )
+    failed = prefect.read_flow_run(run.id).state
+    assert failed and failed.is_failed()
+    assert str(failed.message).startswith("BadInput: params.yaml with --set: ppo.gamma: ")
+    assert [record.getMessage() for record in caplog.records if "ppo.gamma" in record.getMessage()]
+    assert not [record for record in caplog.records if record.exc_info]
     assert not (project / ".rondo/workspaces").exists()
 
 

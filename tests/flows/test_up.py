@@ -179,12 +179,18 @@ def its_artifacts(api: str, flow_run: str) -> None:
     of_run = {"artifacts": {"flow_run_id": {"any_": [flow_run]}}}
     artifacts = request(f"{api}/artifacts/filter", of_run)
     by_key = {artifact["key"]: (artifact["type"], artifact["data"]) for artifact in artifacts}
-    assert by_key["progress-sft-r0"] == ("progress", 100.0)
-    assert {"metric": "loss_before", "value": 5.17} in json.loads(by_key["sft-r0"][1])
-    (sample,) = json.loads(by_key["samples-sft-r0"][1])
-    assert sample == {"id": "1", "prompt": "Human: Hi\n\nAssistant:", "base": "a", "sft": "b"}
-    assert by_key["gate-sft-r0"][1].startswith("passed")
-    assert "win rate against SFT" in by_key["summary"][1]
+    stages = {"prepare-r0", "sft-r0", "gate-sft-r0", "evaluate-r0"}
+    assert set(by_key) == {"report", "summary", "mlflow", *stages}
+    assert len(artifacts) == len(by_key)
+    assert "| loss_before | 5.17 |" in by_key["sft-r0"][1]
+    assert re.search(r"Human: Hi ↵ .* a +b ", by_key["sft-r0"][1])
+    assert by_key["gate-sft-r0"][1].startswith("**passed**")
+    sentence, *_ = summary = by_key["summary"][1].splitlines()
+    assert sentence.startswith("**") and "r0" in sentence
+    order = [re.findall(r"\[(\S+)\]\(http", line) for line in summary]
+    assert [*filter(None, order)] == [["prepare-r0", "sft-r0", "gate-sft-r0", "evaluate-r0"]]
+    titles = [line for line in summary if line.startswith("|") and "win rate against SFT" in line]
+    assert titles and summary.index(titles[0]) > summary.index(sentence)
     link = re.search(r"\((\S+)\)", by_key["mlflow"][1])
     run, query = link[1].split("?") if link else ("", "")
     assert re.search(r"/#/experiments/\d+/runs/\w+$", run)
@@ -278,9 +284,8 @@ def a_gate_that_asks(
 def pages_of_a_run(project: Path, ui: Ui, run: str) -> None:
     """Its artifacts, a picture, and its report: in MLflow, and as a file."""
     shown = {
-        "samples-sft-r0": "Human: Hi",
+        "sft-r0": "Human: Hi",
         "gate-sft-r0": "loss_before",
-        "progress-sft-r0": "sft@r0: done",
     }
     ui.look_at_artifacts(run, shown)
     ui.look_at_a_picture(picture_markdown(charts.bars("Rates", {"one": (0.5, 0.4, 0.6)}, {})))
@@ -313,7 +318,8 @@ def what_a_person_left(project: Path, api: str) -> None:
     """
     [made] = request(f"{api}/automations/filter", {})
     assert (
-        made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
+        made["name"] == "rondo: tell of GateFailed, GatesFailed, Suspended, Failed, Crashed"
+        and made["enabled"]
     )
     request(f"{api}/automations/{made['id']}", {"enabled": False}, "PATCH")
     servers = last_servers(project / ".rondo")

@@ -206,7 +206,7 @@ def test_a_run_on_another_machine_is_pushed_and_recorded(team: Team) -> None:
     until(lambda: team.state(run) == "Completed", 300)
     of_run = {"artifacts": {"flow_run_id": {"any_": [run]}}}
     artifacts = {a["key"]: a["data"] for a in request(f"{team.api}/artifacts/filter", of_run)}
-    assert {"progress-sft-r0", "gate-sft-r0", "summary", "mlflow", "report"} <= artifacts.keys()
+    assert {"sft-r0", "gate-sft-r0", "summary", "mlflow", "report"} <= artifacts.keys()
     assert f"({team.stores.mlflow}/#/experiments/" in artifacts["mlflow"]
     names = query(f"{team.stores.postgres}/mlflow", "select name from runs")
     assert any(run[:8] in name for name in names)

@@ -132,3 +132,13 @@ def test_the_launcher_may_be_set_where_the_address_is_set_already() -> None:
     assert config.resolve("default", None, [address, ray]).cluster("sft") == "http://ray:8265"
     with pytest.raises(BadInput, match=r"launcher\.type ray: set launcher\.ray_address"):
         config.resolve("default", None, [ray])
+
+
+def test_the_form_has_the_head_of_each_preset_file_and_no_later_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "# A small model, on a GPU\n# with 16 GB.\nseed: 1\n# not of the head\n"
+    (tmp_path / "own.yaml").write_text(text)
+    monkeypatch.setattr(config, "PRESETS", tmp_path)
+    _, *presets = config.describe_presets().split("\n\n")
+    assert presets == ["- `own`: A small model, on a GPU with 16 GB."]

@@ -10,12 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
+from prefect import flow
+from prefect.artifacts import MarkdownArtifact, ProgressArtifact
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import Artifact
 
 from flows.orchestration import artifacts
 from flows.orchestration.artifacts import RunArtifacts
 from flows.report import charts
-from stages.lib.core.files import work_dir
+from stages.lib.core.files import work_dir, write_json, write_text
 from stages.ppo.common.resume import Resume
 
 FINDING = (
@@ -33,153 +36,170 @@ def rollout_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_a_line_moves_the_bar_and_findings_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_curves(stage: str, *values: dict[str, float]) -> None:
+    rows = [{"step": step, **row} for step, row in enumerate(values, 1)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_text(Path("rounds/r0", stage, "metrics.jsonl"), text)
+
+
+def bars_of(stage_artifacts: RunArtifacts, *lines: str) -> list[tuple[float, str]]:
+    """Progress and description after each line."""
+    updates = [update for line in lines for update in stage_artifacts.updates(line)]
+    assert {update.key for update in updates} == {"progress"}
+    return [
+        (update.progress, update.description or "")
+        for update in updates
+        if isinstance(update, ProgressArtifact)
+    ]
+
+
+@pytest.fixture
+def every_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each line of a stage updates its progress."""
     monkeypatch.setattr(artifacts, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("every_line")
+def test_the_progress_of_a_stage_has_its_newest_metrics_their_curves_and_findings() -> None:
+    curve = [{"score_mean": 0.1 * step, "kl": 2.0 - step, "other": 1.0} for step in range(5)]
+    write_curves("ppo", *curve)
     stage_artifacts = RunArtifacts("ppo@r0", print)
-    (bar,) = stage_artifacts.updates("[ppo@r0] step 5/20  eta 3:05  score_mean 0.1  kl 2")
-    assert isinstance(bar, ProgressArtifact)
-    assert (bar.key, bar.progress, bar.description) == (
-        "progress-ppo-r0",
-        25.0,
-        "ppo@r0: step 5 of 20, 3:05 left",
+    first, other, last = bars_of(
+        stage_artifacts,
+        "[ppo@r0] step 5/20  eta 3:05  score_mean 0.1  kl 2",
+        "[ppo@r0] training 1/4 batches  eta 0:10  loss <b>",
+        f"[ppo@r0] step 6/20  eta 3:00  {FINDING}",
     )
+    assert first[0] == other[0] == 25.0
+    assert first[1].splitlines() == [
+        "ppo@r0: step 5 of 20, 3:05 until the last step",
+        "",
+        "|  | step 3 | step 4 | step 5 | all steps |",
+        "| --- | --- | --- | --- | --- |",
+        "| reward | 0.2 | 0.3 | 0.4 | ▁▃▅▆█ |",
+        "| KL from SFT, nats | 0 | -1 | -2 | █▆▅▃▁ |",
+    ]
+    assert other[1].splitlines()[:3] == [
+        "ppo@r0: step 5 of 20, 3:05 until the last step",
+        "",
+        "now: training 1 of 4 batches, 0:10 until the end of this part (loss &lt;b&gt;)",
+    ]
+    assert last[1].splitlines()[-1].startswith("- update 6: danger: length hack")
+    assert "&lt;pays&gt;" in last[1] and "now:" not in last[1]
     assert list(stage_artifacts.updates("some library's warning: step 5/20")) == []
-    stage_artifacts.findings.append("- update 4: warn: before")
-    _, health = stage_artifacts.updates(f"[ppo@r0] step 6/20  eta 3:00  {FINDING}")
-    assert isinstance(health, MarkdownArtifact) and health.key == "health-ppo-r0"
-    assert health.markdown.splitlines()[0] == "- update 4: warn: before"
-    assert health.markdown.splitlines()[1].startswith("- update 6: danger: length hack")
-    assert "&lt;pays&gt;" in health.markdown
+
+
+def test_a_long_curve_ends_with_the_newest_value_and_skips_what_is_no_number() -> None:
+    values = [float(step) for step in range(100)]
+    line = artifacts.sparkline([*values, float("nan"), 0.0])
+    assert len(line) <= 24 and line[-1] == "▁" and line[-2] == "█"
+    assert artifacts.sparkline([2.0, 2.0]) == "▁▁" and artifacts.sparkline([]) == ""
 
 
 def test_the_bar_is_updated_at_intervals_and_at_the_last_step() -> None:
     stage_artifacts = RunArtifacts("sft@r0", print)
-    bars = [
-        bar
-        for step in (1, 2, 3)
-        for bar in stage_artifacts.updates(f"[sft@r0] step {step}/3  eta 0:00  loss 2")
-    ]
-    progress = [bar.progress for bar in bars if isinstance(bar, ProgressArtifact)]
+    lines = [f"[sft@r0] step {step}/3  eta 0:00  loss 2" for step in (1, 2, 3)]
+    progress = [progress for progress, _ in bars_of(stage_artifacts, *lines)]
     assert progress == [pytest.approx(100 / 3), 100.0]
 
 
-def test_a_pass_has_a_bar_of_its_own_that_says_what_is_done() -> None:
-    stage_artifacts = RunArtifacts("sft@r0", print)
+@pytest.mark.usefixtures("every_line")
+def test_before_the_first_step_the_bar_is_that_of_the_part_that_runs() -> None:
     lines = (
+        "[sft@r0] loading a/b  for 0:20  base model",
+        "[sft@r0] gradients 0/8 parts  eta ?",
         "[sft@r0] sampling 20/80 tokens  eta 0:30  base model",
-        "[sft@r0] sampling 80/80 tokens  eta 0:00  base model",
     )
-    bars = [bar for line in lines for bar in stage_artifacts.updates(line)]
-    assert [(bar.key, bar.progress, bar.description) for bar in bars] == [  # type: ignore[union-attr]
-        ("pass-sft-r0", 25.0, "sft@r0: sampling 20 of 80 tokens, 0:30 left (base model)"),
-        ("pass-sft-r0", 100.0, "sft@r0: sampling 80 of 80 tokens, 0:00 left (base model)"),
-    ]
-    (step,) = stage_artifacts.updates("[sft@r0] step 1/4  eta 0:30  loss 2")
-    assert isinstance(step, ProgressArtifact)
-    assert (step.key, step.description) == ("progress-sft-r0", "sft@r0: step 1 of 4, 0:30 left")
-
-
-def test_a_bar_without_a_total_or_a_first_item_claims_no_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(artifacts, "PROGRESS_SECONDS", 0.0)
-    stage_artifacts = RunArtifacts("sft@r0", print)
-    lines = ("[sft@r0] loading a/b  for 0:20  base model", "[sft@r0] gradients 0/8 parts  eta ?")
-    bars = [bar for line in lines for bar in stage_artifacts.updates(line)]
-    assert [(bar.progress, bar.description) for bar in bars] == [  # type: ignore[union-attr]
-        (0.0, "sft@r0: loading a/b, for 0:20 (base model)"),
+    assert bars_of(RunArtifacts("sft@r0", print), *lines) == [
+        (0.0, "sft@r0: loading a/b, for 0:20 (base model)"),  # claims no time left
         (0.0, "sft@r0: gradients 0 of 8 parts"),
+        (
+            25.0,
+            "sft@r0: sampling 20 of 80 tokens, 0:30 until the end of this part (base model)",
+        ),
     ]
 
 
-def test_each_bar_is_one_artifact_that_is_updated_and_full_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sent: list[tuple[object, ...]] = []
-    monkeypatch.setattr(
-        artifacts,
-        "create_progress_artifact",
-        lambda progress, key, text: sent.append(("new", key, progress)) or f"id of {key}",
+def run_of(work: list[tuple[str, list[str], str]]) -> object:
+    """A flow run with stages: address, lines and outcome of each."""
+
+    @flow
+    def of_stages() -> None:
+        for address, lines, outcome in work:
+            stage_artifacts = RunArtifacts(address, pytest.fail)
+            for line in lines:
+                stage_artifacts.line(line)
+            stage_artifacts.end(outcome)
+
+    return of_stages(return_state=True).state_details.flow_run_id
+
+
+def artifacts_of(prefect: SyncPrefectClient, run: object) -> dict[str, list[Artifact]]:
+    """The artifacts of a flow run by key."""
+    by_key: dict[str, list[Artifact]] = {}
+    for artifact in prefect.read_artifacts(limit=200):
+        if artifact.flow_run_id == run:
+            by_key.setdefault(str(artifact.key), []).append(artifact)
+    return by_key
+
+
+@pytest.mark.usefixtures("every_line")
+def test_a_stage_that_ended_has_one_card_and_no_progress(prefect: SyncPrefectClient) -> None:
+    """Also one that runs a second time, after *Retry*."""
+    write_curves("sft", {"loss": 2.0})
+    write_json(Path("rounds/r0/sft/metrics.json"), {"loss_after": 1.234567, "note": ["<b>"]})
+    sample = {"id": "1", "prompt": "The film", "base": "a <i>", "sft": "b", "outcome": None}
+    write_text(Path("rounds/r0/sft/samples.jsonl"), json.dumps(sample) + "\n")
+    lines = ["[sft@r0] sampling 20/80 tokens  eta 0:30", "[sft@r0] step 1/2  eta 0:30"]
+    stages = [("sft@r0", lines, "unchanged"), ("sft@r0", lines, "unchanged")]
+    run = run_of([*stages, ("ppo@r0", ["[ppo@r0] step 1/2  eta 0:30"], "failed")])
+    by_key = artifacts_of(prefect, run)
+    assert list(by_key) == ["sft-r0"]
+    [card] = by_key["sft-r0"]
+    assert card.description == "sft@r0: results"
+    assert "| loss_after | 1.23 |" in str(card.data) and "| note | \\['&lt;b&gt;'\\] |" in str(
+        card.data
     )
-    monkeypatch.setattr(
-        artifacts,
-        "update_progress_artifact",
-        lambda bar, progress, text: sent.append((bar, progress)),
-    )
-    monkeypatch.setattr(artifacts, "PROGRESS_SECONDS", 0.0)
-    stage_artifacts = RunArtifacts("sft@r0", print)
-    for line in ("sampling 20/80 tokens", "step 1/2", "sampling 40/80 tokens"):
-        stage_artifacts.line(f"[sft@r0] {line}  eta 0:30")
-    stage_artifacts.end("restored")
-    bars = ("id of pass-sft-r0", "id of progress-sft-r0")
-    assert sent == [
-        ("new", "pass-sft-r0", 25.0),
-        ("new", "progress-sft-r0", 50.0),
-        (bars[0], 50.0),
-        (bars[0], 100.0),
-        (bars[1], 100.0),
-    ]
+    assert re.search(r"prompt +base model +SFT +outcome", str(card.data))
+    assert re.search(r"The film +a <i> +b +-", str(card.data))  # code, in which nothing is rendered
+
+
+def gzip_member(update: int, response: str) -> bytes:
+    row = {
+        "update": update,
+        "prompt": "The",
+        "response": response,
+        "score": 0.5,
+        "judge_score": 0.25,
+        "kl": 1.0,
+        "id": "x",
+    }
+    return gzip.compress((json.dumps(row) + "\n").encode())
 
 
 def test_the_newest_responses_are_those_of_the_last_appended_update(
     rollout_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "RESPONSES_SECONDS", 0.0)
-
-    def gzip_member(update: int, response: str) -> bytes:
-        row = {
-            "update": update,
-            "prompt": "The",
-            "response": response,
-            "score": 0.5,
-            "judge_score": 0.25,
-            "kl": 1.0,
-            "id": "x",
-        }
-        return gzip.compress((json.dumps(row) + "\n").encode())
-
-    rollout_log.write_bytes(gzip_member(1, "old") + gzip_member(2, "<b>new</b>"))
+    rollout_log.write_bytes(gzip_member(1, "old") + gzip_member(2, "```\n<b>new</b>"))
     stage_artifacts = RunArtifacts("ppo@r0", print)
-    tables = [
+    [card] = [
         artifact
         for artifact in stage_artifacts.updates("[ppo@r0] step 2/20  eta 1:00")
-        if isinstance(artifact, TableArtifact)
+        if isinstance(artifact, MarkdownArtifact)
     ]
-    (row,) = tables[0].table
-    assert row == {
-        "prompt": "The",
-        "response": "&lt;b&gt;new&lt;/b&gt;",
-        "score": 0.5,
-        "judge_score": 0.25,
-        "kl": 1.0,
-    }
-    assert tables[0].description == "Responses of ppo@r0 at update 2"
+    assert card.key == "responses" and card.description == "ppo@r0: newest responses"
+    title, _, block = card.markdown.partition("\n\n")
+    assert title == "**Responses at update 2**" and "old" not in block
+    assert block.startswith("````text\n") and block.endswith("\n````")
+    assert re.search(r"The +``` ↵ <b>new</b> +0.5 +0.25 +1\n", block)
     assert stage_artifacts.newest_responses() == []  # nothing new
     third = gzip_member(3, "newest")
     rollout_log.write_bytes(rollout_log.read_bytes() + third[:10])
     assert stage_artifacts.newest_responses() == []  # half written
     rollout_log.write_bytes(rollout_log.read_bytes()[:-10] + third)
     assert [row["response"] for row in stage_artifacts.newest_responses()] == ["newest"]
-
-
-def test_texts_of_models_are_never_html() -> None:
-    turns = [{"role": "user", "content": "<script>alert(1)</script>"}]
-    response = "<img src=x onerror=alert(1)>" + "x" * 1000
-    (row,) = artifacts.table([{"prompt": turns, "sft": response, "score": 0.5, "note": None}])
-    assert "<" not in row["prompt"] and "alert(1)" in row["prompt"]
-    assert row["sft"].startswith("&lt;img")
-    assert len(row["sft"]) == artifacts.SHOWN_CHARACTERS + len("&lt;&gt;") - len("<>")
-    assert (row["score"], row["note"]) == (0.5, "None")
-
-
-def test_a_verdict_is_never_html() -> None:
-    attack = "<img src=x onerror=alert(1)>"
-    check = {"metric": attack, "value": 1.0, "threshold": 2.0, "passed": False, "next_step": attack}
-    approval = {"approved": True, "by": attack, "reason": attack}
-    verdict = {"passed": False, "may_continue": True, "checks": [check], "approval": approval}
-    markdown = artifacts.gate_markdown(verdict)
-    assert "<" not in markdown and markdown.count("onerror") >= 4
 
 
 def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
@@ -189,7 +209,7 @@ def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
     rollout_log.write_bytes(b"no gzip")
     lines: list[str] = []
     stage_artifacts = RunArtifacts("ppo@r0", lines.append)
-    stage_artifacts.bars_due["progress-ppo-r0"] = float("inf")
+    stage_artifacts.progress_due = float("inf")
     for step in (1, 2):
         stage_artifacts.line(f"[ppo@r0] step {step}/20  eta 1:00")
     assert len(lines) == 1 and "showing ppo@r0 in Prefect failed (BadGzipFile" in lines[0]
@@ -214,9 +234,8 @@ def test_the_policys_responses_are_shown_every_20_seconds(
     shown_at = []
     for seconds in range(1, 46):
         clock.now = 1000.0 + seconds
-        row = {"update": seconds, "prompt": "The", "response": "end"}
         with rollout_log.open("ab") as file:
-            file.write(gzip.compress((json.dumps(row) + "\n").encode()))
+            file.write(gzip_member(seconds, "end"))
         updates = list(stage_artifacts.updates(f"[ppo@r0] step {seconds}/90  eta 1:00"))
-        shown_at += [seconds for update in updates if isinstance(update, TableArtifact)]
+        shown_at += [seconds for update in updates if isinstance(update, MarkdownArtifact)]
     assert shown_at == [20, 40]

@@ -17,15 +17,17 @@ SECRET = "row 7: the text of a person"
         (
             "Failed",
             f"{EXCEPTION}: BadInput: sft@r0: {SECRET}\nnext line",
-            f"{EXCEPTION}: BadInput: sft@r0",
+            "BadInput: sft@r0",
         ),
+        ("Failed", f"BadInput: sft@r0: {SECRET}\nnext line", "BadInput: sft@r0"),
         (
             "Failed",
             f"{EXCEPTION}: RondoError: sft@r0 ended with exit code 1:\n{SECRET}",
-            f"{EXCEPTION}: RondoError: sft@r0 ended with exit code 1",
+            "RondoError: sft@r0 ended with exit code 1",
         ),
         ("Crashed", "its process ended without reporting a result", ""),
         ("GateFailed", "gate sft of r0 failed:\nsft.loss_before 0.5, wanted >= 0.9", ""),
+        ("GatesFailed", "SFT is at fault: raise sft.num_train_epochs", ""),
         ("Suspended", None, "waits for a decision: press Resume on its page"),
     ],
 )

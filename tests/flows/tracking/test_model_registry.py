@@ -41,6 +41,10 @@ def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database:
     assert previous.tags["evaluate.win_rate_champion_low"] == "null"
     assert champion.run_id is not None
     assert client.get_run(champion.run_id).data.tags["rondo.address"] == "gate_promote@r1"
+    assert champion.description == (
+        "Policy of r1, seed 7. Win rate against SFT 0.800 [0.700, 0.900], against the champion "
+        "before it 0.570 [0.510, 0.630]. Weights: `rounds/r1/ppo/policy`, md5 bbb.dir."
+    )
     model = client.get_logged_model(champion.source.removeprefix("models:/"))
     assert model.name == "r1-ppo"
     assert model.params == {"path": "rounds/r1/ppo/policy", "step": "12"}
