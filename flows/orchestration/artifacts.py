@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
-from markupsafe import Markup
 from prefect.artifacts import (
     MarkdownArtifact,
     ProgressArtifact,
@@ -29,7 +28,9 @@ from flows.core import addresses, tables, verdicts
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
-from flows.report import charts, diagnosis, page, round_files
+from flows.report import charts, diagnosis, round_files
+from flows.report.charts import Chart
+from flows.report.pictures import PICTURES
 from flows.report.round_data import extreme_samples, read_round
 from flows.tracking.records import UNFINISHED
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
@@ -175,9 +176,9 @@ class RunArtifacts:
 
     def pictures(self) -> Iterator[Artifact]:
         """The charts of the report that belong to the stage."""
-        draw = page.PICTURES.get(self.stage)
+        draw = PICTURES.get(self.stage)
         if draw and (
-            charts_of_stage := draw(read_round(self.round, {self.address: {}}), load_params())
+            charts_of_stage := draw([(read_round(self.round, {self.address: {}}), load_params())])
         ):
             yield MarkdownArtifact(
                 key=f"pictures-{self.key}",
@@ -238,9 +239,9 @@ def cell(value: Any) -> Any:
     return html.escape(str(value)[:SHOWN_CHARACTERS], quote=False)
 
 
-def picture_markdown(picture: Markup) -> str:
+def picture_markdown(chart: Chart) -> str:
     """A chart of the report as an image in Markdown."""
-    data = base64.b64encode(charts.on_paper(picture).encode()).decode()
+    data = base64.b64encode(charts.svg(chart).encode()).decode()
     return f"![](data:image/svg+xml;base64,{data})"
 
 
