@@ -154,15 +154,17 @@ class Ui:
 
 
 def look_at_the_report(page: Page, report: Path, text: str) -> None:
-    """It asks the network for nothing, and its script, if any, has no error."""
+    """It asks the network for nothing, and its script draws all charts without an error."""
     requested_urls: list[str] = []
     errors: list[str] = []
     page.goto("about:blank")  # the page before may still ask for something
     page.on("request", lambda sent: requested_urls.append(sent.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
     page.goto(report.as_uri())
     expect(page.get_by_role("heading", level=1)).to_contain_text("Which is at fault")
     expect(page.get_by_text(text).first).to_be_visible()
+    expect(page.locator(".plot svg.marks")).to_have_count(page.locator(".plot").count())
     shot(page, "report")
     page.emulate_media(color_scheme="dark")
     shot(page, "report-dark")

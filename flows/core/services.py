@@ -39,7 +39,7 @@ API_URL = "PREFECT_API_URL"  # Prefect's own variable
 TEMPORARY = "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"
 # What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
 WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
-CACHE = "XDG_CACHE_HOME"  # which the clients of model hubs, torch and matplotlib read
+CACHE = "XDG_CACHE_HOME"  # which the clients of model hubs and torch read
 # Git's own variables, which its hooks have: with one, git works on that repository everywhere
 OF_GIT = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
 from prefect.artifacts import MarkdownArtifact, ProgressArtifact
 
 from flows.core import addresses, tables
@@ -21,7 +20,9 @@ from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.orchestration import cards, stage_card
-from flows.report import charts, page
+from flows.report import charts
+from flows.report.charts import Chart
+from flows.report.pictures import PICTURES
 from flows.report.round_data import read_round
 from flows.tracking.records import UNFINISHED
 from stages.lib.core.files import stage_dir, work_dir
@@ -169,9 +170,9 @@ class RunArtifacts:
 
     def pictures(self) -> Iterator[Artifact]:
         """The charts of the report that belong to the stage."""
-        draw = page.PICTURES.get(self.stage)
+        draw = PICTURES.get(self.stage)
         if draw and (
-            charts_of_stage := draw(read_round(self.round, {self.address: {}}), load_params())
+            charts_of_stage := draw([(read_round(self.round, {self.address: {}}), load_params())])
         ):
             yield MarkdownArtifact(
                 key=f"pictures-{self.key}",
@@ -235,7 +236,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(SPARKS[round((value - lowest) * scale)] for value in numbers[::-every][::-1])
 
 
-def picture_markdown(picture: Markup) -> str:
+def picture_markdown(chart: Chart) -> str:
     """A chart of the report as an image in Markdown."""
-    data = base64.b64encode(charts.on_paper(picture).encode()).decode()
+    data = base64.b64encode(charts.svg(chart).encode()).decode()
     return f"![](data:image/svg+xml;base64,{data})"

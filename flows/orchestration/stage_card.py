@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.core import tables, verdicts
-from flows.report import diagnosis, page, round_files
+from flows.report import diagnosis, round_files
 from flows.report.round_data import extreme_samples
+from flows.report.texts import prompt_text, visible_text
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import flatten
 from stages.lib.core.rows import EvaluationSample, RolloutRow, read_rows
@@ -120,7 +121,7 @@ def cell(key: str, value: Any) -> str:
     """A value of a sample; a long text ends with `…`."""
     if value is None or isinstance(value, int | float):
         return shown(value)
-    text = page.prompt_text(value) if key == "prompt" else page.visible_text(value)
+    text = prompt_text(value) if key == "prompt" else visible_text(value)
     text = "".join(sign if sign.isprintable() else UNPRINTABLE for sign in text)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
 
@@ -133,7 +134,7 @@ def shown(value: Any) -> str:
 
 def escaped(text: str) -> str:
     """A text that is neither HTML nor Markdown, in one line."""
-    line = page.visible_text(text)
+    line = visible_text(text)
     return html.escape(MARKDOWN.sub(r"\\\g<0>", line), quote=False)
 
 

@@ -1,187 +1,151 @@
-"""Charts of the report: SVG by matplotlib.
+"""Charts of the report as Vega-Lite specifications: drawn by the report's own script, or as SVG.
 
-The colours are CSS variables of the page, so that one picture fits light, dark and printed pages.
+The colours are CSS variables of the page, so that one chart fits light, dark and printed pages. In
+all charts a round has the same colour, dash and shape.
 """
 
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Any
+import functools
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
-from markupsafe import Markup, escape
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import vl_convert
 
-Curve = tuple[Sequence[float], Sequence[float]]  # x, y
-Rate = tuple[float, float, float]  # share, low and high end of its interval
-Interval = tuple[Sequence[float], Sequence[float]]  # low and high ends
-NO_INTERVALS: Mapping[str, Interval] = {}
+from flows.core.services import HOME
+from stages.lib.core.files import write_text
+from stages.lib.core.reading import read_text
 
-# matplotlib does not know CSS variables: it draws with these unused colours, and _svg replaces each
-# by its variable
-INK, LINE, BAD = "#010101", "#020202", "#030303"
-SERIES = ("#0300f1", "#0300f2", "#0300f3", "#0300f4")
-VARIABLES = {
-    INK: "var(--ink)",
-    LINE: "var(--line)",
-    BAD: "var(--bad)",
-    **{colour: f"var(--c{n})" for n, colour in enumerate(SERIES, 1)},
-}
+Spec = dict[str, Any]
 PAPER = {
     "--ink": "#1b1f24",
+    "--soft": "#59636e",
     "--line": "#d5dae0",
     "--bad": "#b3261e",
+    "--paper": "#ffffff",
     "--c1": "#2a6fb0",
     "--c2": "#c25e00",
     "--c3": "#4d8b31",
     "--c4": "#8a4fa3",
 }
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.sans-serif": ["DejaVu Sans"],  # each text repeats the list
-    "font.size": 9,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": LINE,
-    "legend.frameon": False,
-    "text.parse_math": False,  # labels contain texts of models, and those may contain $
+DASHES = ((1, 0), (7, 3), (3, 3), (9, 3, 2, 3))
+# SVG paths between -1 and 1: circle, square, triangle, diamond
+SHAPES = (
+    "M0,-.8A.8,.8,0,1,1,0,.8A.8,.8,0,1,1,0,-.8Z",
+    "M-.75,-.75H.75V.75H-.75Z",
+    "M0,-.95L.9,.7H-.9Z",
+    "M0,-1L.85,0L0,1L-.85,0Z",
+)
+SHOWN = 4  # rounds at first: the newest ones
+DIGITS = 4  # of a value
+PAPER_WIDTH, PAPER_CHARACTERS = 460, 70
+IS_SHOWN = "indexof(shown, datum.round) >= 0"
+INK, SOFT, GRID, BAD, BACKGROUND = (
+    f"var(--{name})" for name in ("ink", "soft", "line", "bad", "paper")
+)
+HOVER = "hover"  # the layer that only the page needs
+CONFIG: Spec = {
+    "aria": False,  # the page describes a chart as a whole
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": INK,
+        "titleColor": INK,
+        "titleFontWeight": "normal",
+        "titleFontSize": 12,
+        "labelFontSize": 11,
+        "labelLimit": 0,
+        "gridColor": GRID,
+        "domainColor": GRID,
+        "tickColor": GRID,
+    },
+    "text": {"color": INK, "fontSize": 11},
+    "rule": {"color": INK},
+    "title": {"color": INK, "subtitleColor": SOFT, "anchor": "start", "offset": 14},
 }
-BOUND_STYLES = (":", "-.")
-MAX_BOUND_DISTANCE = 2.0  # from the curves, in heights of the curves
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What a line chart shows beside its curves, by the label in the legend.
+class Chart:
+    """A chart of all rounds.
 
-    bounds: y of a dotted horizontal line. updates: x of a dashed vertical line. points: (x, y) of a
-    cross.
+    title, note: above it on the page. description: for people who do not see it. spec: of
+    Vega-Lite, as wide as its place, without title.
     """
 
-    bounds: Mapping[str, float] = field(default_factory=dict)
-    updates: Mapping[str, float] = field(default_factory=dict)
-    points: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.bounds) + len(self.updates) + len(self.points)
+    title: str
+    note: str
+    description: str
+    spec: Spec
 
 
-NO_MARKS = Marks()
+class Look(NamedTuple):
+    """How the curves of a round are drawn."""
+
+    colour: str
+    dash: tuple[int, ...]
+    shape: str
 
 
-def lines(
-    title: str,
-    series: Mapping[str, Curve],
-    x_label: str,
-    y_label: str,
-    marks: Marks = NO_MARKS,
-    dots: bool = False,
-    intervals: Mapping[str, Interval] = NO_INTERVALS,
-) -> Markup:
-    """Curves by their label, with marks; `dots` marks each measurement.
-
-    intervals: low and high ends for the values of some curves, by label.
-    """
-    legend_entries = len(series) + len(marks) if len(series) > 1 or marks else 0
-
-    def draw(axes: Axes) -> None:
-        curve_style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6}
-        for (label, (xs, ys)), colour in zip(series.items(), SERIES, strict=False):
-            axes.plot(xs, ys, "o-" if dots else "-", color=colour, label=label, **curve_style)
-            if label in intervals:
-                axes.vlines(xs, *intervals[label], color=colour, linewidth=1)
-        _draw_bounds(axes, marks.bounds)
-        for label, x in marks.updates.items():
-            axes.axvline(x, color=INK, linestyle="--", linewidth=1, label=label)
-        for label, (x, y) in marks.points.items():
-            axes.plot([x], [y], "X", color=BAD, markersize=8, markeredgewidth=0, label=label)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        only_integers = all(float(x).is_integer() for xs, _ in series.values() for x in xs)
-        axes.locator_params(axis="x", integer=only_integers)
-        if legend_entries:
-            axes.figure.legend(fontsize=8, loc="outside lower left")
-
-    return _svg(title, (4.6, 2.7 + 0.17 * legend_entries), draw)
+def look(number: int) -> Look:
+    """Of the round with this number: no other of 16 rounds has the same colour and dash."""
+    other = (number + number // len(DASHES)) % len(DASHES)
+    return Look(f"var(--c{number % 4 + 1})", DASHES[other], SHAPES[other])
 
 
-def _draw_bounds(axes: Axes, bounds: Mapping[str, float]) -> None:
-    """Horizontal lines, all in the legend.
-
-    A bound far from the curves is only in the legend: drawn, it would flatten them.
-    """
-    low, high = axes.get_ylim()
-    margin = MAX_BOUND_DISTANCE * (high - low)
-    for (label, bound), style in zip(bounds.items(), cycle(BOUND_STYLES)):
-        axes.plot([], [], color=INK, linestyle=style, linewidth=1, label=label)
-        if low - margin <= bound <= high + margin:
-            axes.axhline(bound, color=INK, linestyle=style, linewidth=1)
+def in_rounds(rounds: Sequence[str]) -> Spec:
+    """A chart as wide as its place, whose parameter `shown` has the rounds that are drawn."""
+    return {"width": "container", "params": [{"name": "shown", "value": list(rounds[-SHOWN:])}]}
 
 
-def bars(title: str, rates: Mapping[str, Rate], bounds: Mapping[str, float]) -> Markup:
-    """Horizontal bars of shares with their intervals, the first one on top; bounds are vertical
-    lines.
-    """
-
-    def draw(axes: Axes) -> None:
-        names = list(rates)[::-1]  # matplotlib starts at the bottom
-        values = [rates[name] for name in names]
-        shares = [share for share, _, _ in values]
-        intervals = [
-            [share - low for share, low, _ in values],
-            [high - share for share, _, high in values],
-        ]
-        axes.barh(names, shares, color=SERIES[0], height=0.6)
-        rows = range(len(names))
-        axes.errorbar(shares, rows, xerr=intervals, fmt="none", ecolor=INK, elinewidth=1)
-        for label, bound in bounds.items():
-            axes.axvline(bound, color=INK, linestyle=":", linewidth=1)
-            axes.annotate(
-                f" {label} {bound:g}",
-                (bound, 1),
-                xycoords=("data", "axes fraction"),
-                va="bottom",
-                fontsize=8,
-            )
-        axes.set_xlim(0, 1)
-
-    return _svg(title, (4.6, 0.9 + 0.28 * len(rates)), draw)
+def number(field: str) -> Spec:
+    return {"field": field, "type": "quantitative"}
 
 
-def on_paper(picture: Markup) -> str:
-    """The picture with fixed colours, dark on white, for pages without the report's style."""
-    svg = str(picture)  # Markup.replace would escape the new text
+def rounded(value: float) -> float:
+    """Updates and other integers stay as they are."""
+    return int(value) if float(value).is_integer() else float(f"{value:.{DIGITS}g}")
+
+
+def svg(chart: Chart) -> str:
+    """The chart as a picture, dark on white, for pages without the report's style and script."""
+    title = {
+        "text": textwrap.wrap(chart.title, PAPER_CHARACTERS),
+        "subtitle": textwrap.wrap(chart.note, PAPER_CHARACTERS),
+    }
+    spec = chart.spec | {
+        "title": title,
+        "width": PAPER_WIDTH,
+        "padding": 10,
+        "layer": _without_hover(chart.spec["layer"]),
+        "description": chart.description,
+    }
+    text = json.dumps({"spec": spec, "config": CONFIG | {"background": BACKGROUND}})
     for variable, colour in PAPER.items():
-        svg = svg.replace(f"var({variable})", colour)
-    return svg.replace("<svg ", '<svg style="background: #fff" ', 1)
+        text = text.replace(f"var({variable})", colour)
+    drawing = json.loads(text)
+    picture: str = vl_convert.vegalite_to_svg(drawing["spec"], config=drawing["config"])
+    return picture
 
 
-def _svg(title: str, size: tuple[float, float], draw: Callable[[Axes], None]) -> Markup:
-    # The salt makes ids that differ between pictures and are the same in every run
-    with rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(size, layout="constrained")
-        axes = figure.subplots()
-        axes.grid(alpha=0.5, linewidth=0.5)
-        axes.set_axisbelow(True)
-        axes.set_title(title, loc="left", pad=14)
-        draw(axes)
-        buffer = io.StringIO()
-        no_metadata = {"Date": None, "Creator": None}
-        figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-    svg = buffer.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    # Ids without a reference, such as axes_1, are in every picture and would clash on one page
-    referenced = set(re.findall(r"#([\w-]+)", svg))
-    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
-    svg = re.sub(r"(?<=>)\s+(?=<)", "", svg)
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
+def _without_hover(layers: Sequence[Spec]) -> list[Spec]:
+    return [
+        layer | ({"layer": _without_hover(layer["layer"])} if "layer" in layer else {})
+        for layer in layers
+        if layer.get("name") != HOVER
+    ]
+
+
+@functools.cache
+def library() -> str:
+    """JavaScript of Vega, Vega-Lite and vega-embed, which needs no network.
+
+    Bundling takes seconds, so a file keeps the result.
+    """
+    path = HOME / f"vega-embed-{version('vl-convert-python')}.js"
+    if not path.exists():
+        write_text(path, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return read_text(path, fix=f"remove {path}")

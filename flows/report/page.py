@@ -1,10 +1,10 @@
 """reports/report.html: each round's verdict and next step, then the numbers behind it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -14,22 +14,15 @@ from flows.core.locks import Locks, is_here
 from flows.core.services import WORKFLOW, LogLine, mlflow_pages
 from flows.core.tables import format_number, short_hash
 from flows.execution.worktree import run_of_folder
-from flows.report import (
-    badcases,
-    charts,
-    cost,
-    diagnosis,
-    policy_curves,
-    round_files,
-    samples,
-    summary,
-)
+from flows.report import badcases, charts, cost, diagnosis, round_files, samples, summary
+from flows.report.charts import Chart, Look
 from flows.report.lineage import origins
+from flows.report.pictures import PICTURES
 from flows.report.round_data import RoundResults, read_badcases, read_round
 from flows.report.texts import prompt_text, visible_text
 from stages.lib.core.files import REPORTS
 from stages.lib.core.html import render_page
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.params import load_params
 from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
@@ -49,8 +42,15 @@ TERMS = {
     "badcase": "a response of the policy that failed, e.g. `blind_spot`: the reward model prefers "
     "it, the judge does not",
 }
-PossibleRate = tuple[float | None, float | None, float | None]
-REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
+
+
+class RoundKey(NamedTuple):
+    """How a round is drawn, whether it is shown at first, and the update of its policy."""
+
+    name: str
+    look: Look
+    shown: bool
+    selected: int | None
 
 
 def write_pages(rounds: Sequence[str], locks: Locks, log: LogLine) -> None:
@@ -79,6 +79,8 @@ def write(rounds: Sequence[str], locks: Locks) -> Path:
 def render(rounds: Sequence[str], locks: Locks) -> str:
     results, names = [read_round(name, locks) for name in rounds], list(rounds)
     decided = diagnosis.deciding_round(names, locks) if names else ""
+    charts_by_stage = charts_of_stages(results)
+    specs = [chart.spec for drawn in charts_by_stage.values() for chart in drawn]
     return render_page(
         "flows.report",
         "report.html.jinja",
@@ -101,7 +103,10 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         complete=all(map(is_here, locks.values())),
         table=summary.rows(names, locks),
         notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
-        charts={result.name: pictures(result) for result in results},
+        charts=charts_by_stage,
+        chart_data={"config": charts.CONFIG, "specs": specs},
+        library=Markup(charts.library()) if specs else "",
+        round_keys=round_keys(results),
         window=WINDOW,
         terms=TERMS,
         badcases=read_badcases(rounds, locks),
@@ -136,93 +141,15 @@ def made_with(rounds: Sequence[str], locks: Locks) -> dict[str, Any]:
     return settings
 
 
-def pictures(results: RoundResults) -> dict[str, list[Markup]]:
-    """The charts of each stage, with the thresholds of the round's own settings."""
-    params = round_files.settings_of(results.name)
-    return {stage: draw(results, params) for stage, draw in PICTURES.items()}
+def charts_of_stages(results: Sequence[RoundResults]) -> dict[str, list[Chart]]:
+    """With the thresholds of each round's own settings."""
+    rounds = [(result, round_files.settings_of(result.name)) for result in results]
+    return {stage: draw(rounds) for stage, draw in PICTURES.items()}
 
 
-def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
-    """Rates of the reward model's test battery, with the thresholds of its gate."""
-    metrics, gate = results.metrics["battery"], params.gates.reward
-    if "endings" not in metrics:  # not reached, or nothing was measured
-        return []
-    endings = {
-        repr(text): rate(row, "against_judge")
-        for row, text in zip(metrics["endings"].values(), metrics["endings_text"], strict=True)
-    }
-    endings |= {
-        f"{text!r}, mined": rate(row, "against_judge")
-        for row, text in zip(metrics["mined"].values(), metrics["mined_text"], strict=True)
-    }
-    probes = {
-        name.replace("_", " "): rate(row)
-        for name, row in metrics["probes"].items()
-        if name != "prompt_swapped"  # it has no threshold
-    }
-    flips = {name.replace("_", " "): rate(row) for name, row in metrics["flips"].items()}
-    slices = {
-        name.replace("_", " "): (row["accuracy"], row["low"], row["high"])
-        for group in metrics["accuracy"].values()
-        for name, row in group.items()
-    }
-    drawn = {
-        "Corrupted text scores above the original": (probes, gate.probe),
-        "Edit that keeps the meaning reverses a correct pair": (flips, gate.flip),
-        "Appended ending reverses a correct pair against the judge": (endings, gate.ending),
-        "Accuracy by kind of pair": (slices, gate.worst_slice),
-    }
-    # of no texts there is no rate, and none against a judge that only compares
-    measured = {title: measured_rates(rates) for title, (rates, _) in drawn.items()}
+def round_keys(results: Sequence[RoundResults]) -> list[RoundKey]:
     return [
-        charts.bars(title, measured[title], {"threshold": threshold})
-        for title, (_, threshold) in drawn.items()
-        if measured[title]
+        RoundKey(result.name, charts.look(number), number >= len(results) - charts.SHOWN, policy)
+        for number, result in enumerate(results)
+        for policy in [result.metrics["ppo"].get("policy_update")]
     ]
-
-
-def measured_rates(rates: Mapping[str, PossibleRate]) -> dict[str, charts.Rate]:
-    return {
-        name: (share, low, high)
-        for name, (share, low, high) in rates.items()
-        if share is not None and low is not None and high is not None
-    }
-
-
-def rate(row: Mapping[str, Any], name: str = "rate") -> PossibleRate:
-    """A rate with its interval, None if it was not measured."""
-    if name == "rate":
-        return row["rate"], row["low"], row["high"]
-    return row[name], row[f"{name}_low"], row[f"{name}_high"]
-
-
-def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
-    """Judge score with its 95% interval, reward score and distinct-2 of SFT, checkpoints and
-    policy, over KL from SFT.
-    """
-    curve = results.curves["evaluate"]
-    if not curve:
-        return []
-    order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
-
-    def column(name: str) -> list[float]:
-        return [curve[name][index] for index in order]
-
-    kl, judge_label = column("kl"), "primary judge, with its 95% interval"
-    intervals = {judge_label: (column("judge_score_low"), column("judge_score_high"))}
-    series = {judge_label: (kl, column("judge_score"))}
-    if "score" in curve:  # there is a reward model
-        scores = [value / REWARD_SCALE for value in column("score")]
-        series[f"reward model / {REWARD_SCALE}"] = kl, scores
-    series["distinct-2"] = kl, column("distinct_2")
-    title = "Judge score and reward score, SFT to the policy"
-    return [
-        charts.lines(title, series, "KL, nats per sequence", "", dots=True, intervals=intervals)
-    ]
-
-
-PICTURES = {
-    "battery": battery_pictures,
-    "ppo": policy_curves.pictures,
-    "evaluate": evaluation_pictures,
-}  # by stage

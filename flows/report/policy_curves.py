@@ -4,38 +4,53 @@ findings, and the update of the selected policy.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean, median
 
-from markupsafe import Markup
-
-from flows.report import charts
+from flows.report import line_charts
+from flows.report.charts import Chart
+from flows.report.line_charts import FINDING, SELECTED, Bound, Curve, Mark
 from flows.report.round_data import RoundResults
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck
 
-Curves = Mapping[str, Sequence[float]]
-# title, columns of curves.csv, unit
-CURVES = (
-    ("Reward model's score", ("score_mean",), "standard deviations"),
-    ("Reward: scores and penalties, no KL", ("reward_mean",), "standard deviations"),
-    ("Judge score (not in the reward)", ("judge_score_mean", "validation_judge_score"), ""),
-    ("Judge score and reward score: correlation", ("score_judge_correlation",), "correlation"),
-    ("Judge score's gain over SFT", ("validation_gain_z",), "standard errors"),
-    ("KL from SFT per token", ("kl_per_token", "validation_kl_per_token"), "nats"),
-    ("KL from SFT per sequence", ("kl", "validation_kl"), "nats"),
-    ("Response length", ("response_length",), "tokens"),
-    ("Variety across prompts", ("distinct_2",), "share"),
-    ("Shared endings and repetition", ("ending_share", "repetition_3"), "share"),
-    ("Entropy", ("entropy",), "nats per token"),
-    ("Critic loss", ("value_loss",), ""),
-    ("Clipped ratios", ("clip_fraction",), "share of tokens"),
+Columns = Mapping[str, Sequence[float]]
+TRAINING, VALIDATION = "training", "validation"
+# title, column of curves.csv by series, y axis
+PANELS: Sequence[tuple[str, Mapping[str, str], str]] = (
+    ("Reward model's score", {TRAINING: "score_mean"}, "standard deviations"),
+    ("Reward: scores and penalties, no KL", {TRAINING: "reward_mean"}, "standard deviations"),
+    (
+        "Judge score (not in the reward)",
+        {TRAINING: "judge_score_mean", VALIDATION: "validation_judge_score"},
+        "judge score",
+    ),
+    (
+        "Judge score and reward score: correlation",
+        {TRAINING: "score_judge_correlation"},
+        "correlation",
+    ),
+    ("Judge score's gain over SFT", {VALIDATION: "validation_gain_z"}, "standard errors"),
+    (
+        "KL from SFT per token",
+        {TRAINING: "kl_per_token", VALIDATION: "validation_kl_per_token"},
+        "nats",
+    ),
+    ("KL from SFT per sequence", {TRAINING: "kl", VALIDATION: "validation_kl"}, "nats"),
+    ("Response length", {TRAINING: "response_length"}, "tokens"),
+    ("Variety across prompts", {TRAINING: "distinct_2"}, "distinct-2 (share)"),
+    ("Most frequent ending", {TRAINING: "ending_share"}, "share of responses"),
+    ("Repetition within a response", {TRAINING: "repetition_3"}, "share of 3-grams"),
+    ("Entropy", {TRAINING: "entropy"}, "nats per token"),
+    ("Critic loss", {TRAINING: "value_loss"}, "squared error"),
+    ("Clipped ratios", {TRAINING: "clip_fraction"}, "share of tokens"),
 )
+NUMBER_OR_KEY = re.compile(r"ppo\.(\w+)|-?[\d.]+")  # in a threshold
 # A health check's metric is `column` or `column, relation`. If there is a relation, its threshold
 # is relative to the start of the run: these functions return where it is on the curve itself, from
 # the threshold, the curve's values and all curves.
-RELATIONS: Mapping[str, Callable[[float, Sequence[float], Curves], float]] = {
+RELATIONS: Mapping[str, Callable[[float, Sequence[float], Columns], float]] = {
     "": lambda threshold, values, curves: threshold,
     "last / first": lambda threshold, values, curves: threshold * first(values),
     "last / median": lambda threshold, values, curves: threshold * median(values),
@@ -46,45 +61,93 @@ RELATIONS: Mapping[str, Callable[[float, Sequence[float], Curves], float]] = {
 }
 
 
-def pictures(results: RoundResults, params: Params) -> list[Markup]:
-    """A chart for each entry of CURVES that was measured."""
-    curves, drawn = results.curves["ppo"], []
-    for title, columns, unit in CURVES:
-        series = {column: curve for column in columns if (curve := measured(curves, column))}
-        if series:
-            dots = any("validation" in column for column in columns)
-            column_marks = marks(results, columns, params.ppo)
-            drawn.append(charts.lines(title, series, "update", unit, column_marks, dots))
+def pictures(rounds: Sequence[tuple[RoundResults, Params]]) -> list[Chart]:
+    """A chart for each entry of PANELS that was measured, with the curves of all rounds."""
+    names, drawn = [results.name for results, _ in rounds], []
+    for title, columns, unit in PANELS:
+        curves = [
+            Curve(results.name, series, *points, dots=series == VALIDATION)
+            for results, _ in rounds
+            for series, column in columns.items()
+            if (points := measured(results.curves["ppo"], column))
+        ]
+        if not curves:
+            continue
+        with_curve = {curve.round for curve in curves}
+        bounds = [
+            one
+            for results, params in rounds
+            if results.name in with_curve
+            for one in round_bounds(results, columns.values(), params.ppo)
+        ]
+        marks = [
+            mark for results, _ in rounds for mark in round_marks(results, columns.values(), unit)
+        ]
+        dots = "Dots: validation prompts." if VALIDATION in columns else ""
+        note = " ".join(filter(None, (dots, health_note(bounds))))
+        drawn.append(line_charts.lines(title, curves, names, ("update", unit), note, bounds, marks))
     return drawn
 
 
-def marks(results: RoundResults, columns: Sequence[str], params: PpoParams) -> charts.Marks:
-    """Thresholds, findings and the selected update, for the chart of these columns."""
-    curves = results.curves["ppo"]
-    bounds = {
-        check.name: bound(check, curves, params)
+def round_bounds(results: RoundResults, columns: Collection[str], params: PpoParams) -> list[Bound]:
+    """Thresholds of the health checks of these columns."""
+    return [
+        Bound(results.name, bound_text(check), value)
         for check in HEALTH_CHECKS
         if check.column in columns
-    }
-    selected = results.metrics["ppo"].get("policy_update")
-    points = {}
-    for finding in results.findings:
-        column = finding["metric"].split()[0].rstrip(",")
-        update = finding["update"]
-        values_by_update = dict(zip(*(measured(curves, column) or ((), ())), strict=True))
-        value = values_by_update.get(update)
-        if column in columns and value is not None:
-            points[f"{finding['verdict']}: {finding['sign']}, update {update}"] = (update, value)
-    return charts.Marks(
-        bounds={
-            f"{name}: {value:.4g}": value for name, value in bounds.items() if value is not None
-        },
-        updates={} if selected is None else {f"selected: update {selected}": selected},
-        points=points,
+        and (value := bound(check, results.curves["ppo"], params)) is not None
+    ]
+
+
+def bound_text(check: HealthCheck) -> str:
+    """The check with the key of its threshold, if it has one."""
+    match = NUMBER_OR_KEY.search(check.threshold)
+    return f"{check.name} ({match[0]}):" if match and match[1] else f"{check.name}:"
+
+
+def health_note(bounds: Collection[Bound]) -> str:
+    """What is healthy, for those of the bounds that are relative to the start."""
+    return " ".join(
+        f"{check.name}: healthy is {relation} {check.threshold}."
+        for check in HEALTH_CHECKS
+        for relation in [check.metric.partition(", ")[2]]
+        if relation and bound_text(check) in {bound.text for bound in bounds}
     )
 
 
-def bound(check: HealthCheck, curves: Curves, params: PpoParams) -> float | None:
+def round_marks(results: RoundResults, columns: Collection[str], unit: str) -> list[Mark]:
+    """The selected policy on the first of these columns that has its update, and findings."""
+    values = {
+        column: dict(zip(*(measured(results.curves["ppo"], column) or ((), ())), strict=True))
+        for column in columns
+    }
+    selected = results.metrics["ppo"].get("policy_update")
+    marks = [
+        Mark(
+            results.name,
+            SELECTED,
+            selected,
+            by_update[selected],
+            {"selected policy": f"update {selected}", "value": f"{by_update[selected]:.4g} {unit}"},
+        )
+        for by_update in values.values()
+        if selected is not None and selected in by_update
+    ][:1]
+    for finding in results.findings:
+        column = finding["metric"].split()[0].rstrip(",")
+        if (value := values.get(column, {}).get(finding["update"])) is not None:
+            texts = {
+                "finding": f"{finding['verdict']}: {finding['sign']}, update {finding['update']}",
+                "value": f"{finding['metric']} {finding['value']:.3g}",
+                "healthy": finding["threshold"],
+                "cause": finding["cause"],
+                "first": finding["first_fix"],
+            }
+            marks.append(Mark(results.name, FINDING, finding["update"], value, texts))
+    return marks
+
+
+def bound(check: HealthCheck, curves: Columns, params: PpoParams) -> float | None:
     """The threshold of a health check as a height on its curve, for the mean of WINDOW updates.
 
     None if the threshold is relative to the start and there were too few updates for the check.
@@ -100,7 +163,7 @@ def threshold_value(threshold: str, params: PpoParams) -> float:
     """The number in a threshold: `at most ppo.max_kl_per_token nats` names a key of
     params.yaml, `0.75 or more` contains the number.
     """
-    match = re.search(r"ppo\.(\w+)|-?[\d.]+", threshold)
+    match = NUMBER_OR_KEY.search(threshold)
     assert match, threshold
     return float(getattr(params, match[1]) if match[1] else match[0])
 
@@ -109,11 +172,11 @@ def first(values: Sequence[float]) -> float:
     return fmean(values[:WINDOW])
 
 
-def measured(curves: Curves, column: str) -> charts.Curve | None:
-    """Updates and values of a column, without the updates at which it was not measured."""
+def measured(curves: Columns, column: str) -> tuple[list[float], list[float]] | None:
+    """Updates and values of a column, without those that were not measured or are infinite."""
     points = [
         (update, value)
         for update, value in zip(curves.get("step", ()), curves.get(column, ()), strict=False)
-        if not math.isnan(value)
+        if math.isfinite(value)
     ]
     return ([update for update, _ in points], [value for _, value in points]) if points else None

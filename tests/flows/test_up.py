@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from flows.core.services import is_up, last_servers
 from flows.orchestration import notifications
 from flows.orchestration.artifacts import picture_markdown
-from flows.report import charts
+from flows.report.line_charts import Curve, lines
 from tests.browser import Ui, look_at_the_report, open_page
 from tests.flows import attacks
 from tests.paths import ROOT
@@ -288,7 +288,8 @@ def pages_of_a_run(project: Path, ui: Ui, run: str) -> None:
         "gate-sft-r0": "loss_before",
     }
     ui.look_at_artifacts(run, shown)
-    ui.look_at_a_picture(picture_markdown(charts.bars("Rates", {"one": (0.5, 0.4, 0.6)}, {})))
+    chart = lines("KL", [Curve("r0", "training", [1, 2], [0.5, 0.6])], ["r0"], ("update", "nats"))
+    ui.look_at_a_picture(picture_markdown(chart))
     [folder] = (project / ".rondo/workspaces").iterdir()
     look_at_the_report(ui.page, folder / "reports/report.html", "approved by <b>Ada")
 

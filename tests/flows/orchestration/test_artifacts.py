@@ -17,8 +17,8 @@ from prefect.client.schemas.objects import Artifact
 
 from flows.orchestration import artifacts
 from flows.orchestration.artifacts import RunArtifacts
-from flows.report import charts
-from stages.lib.core.files import work_dir, write_json, write_text
+from flows.report.line_charts import Curve, lines
+from stages.lib.core.files import stage_dir, work_dir, write_json, write_text
 from stages.ppo.common.resume import Resume
 
 FINDING = (
@@ -126,9 +126,9 @@ def run_of(work: list[tuple[str, list[str], str]]) -> object:
 
     @flow
     def of_stages() -> None:
-        for address, lines, outcome in work:
+        for address, output, outcome in work:
             stage_artifacts = RunArtifacts(address, pytest.fail)
-            for line in lines:
+            for line in output:
                 stage_artifacts.line(line)
             stage_artifacts.end(outcome)
 
@@ -215,14 +215,22 @@ def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
     assert len(lines) == 1 and "showing ppo@r0 in Prefect failed (BadGzipFile" in lines[0]
 
 
-def test_a_picture_needs_no_style_of_its_page() -> None:
-    marks = charts.Marks({"budget": 3.5})
-    chart = charts.lines("Reward & judge", {"a": ([1, 2], [3, 4])}, "update", "nats", marks)
+def test_a_picture_is_an_image_that_needs_no_style_of_its_page() -> None:
+    curve = Curve("r0", "training", [1, 2], [3, 4])
+    chart = lines("Reward & judge", [curve], ["r0"], ("update", "nats"))
     markdown = artifacts.picture_markdown(chart)
     data = re.fullmatch(r"!\[\]\(data:image/svg\+xml;base64,(\S+)\)", markdown)
     assert data
     svg = base64.b64decode(data[1]).decode()
     assert svg.startswith("<svg ") and "var(--" not in svg and "#2a6fb0" in svg
+
+
+def test_a_stage_shows_its_charts(project: Path) -> None:
+    write_text(stage_dir("r0", "ppo") / "curves.csv", "step,kl,entropy\n1,0,4\n2,1,3\n")
+    [shown] = RunArtifacts("ppo@r0", print).pictures()
+    assert isinstance(shown, MarkdownArtifact) and shown.key == "pictures-ppo-r0"
+    assert shown.markdown.count("data:image/svg+xml") == 2
+    assert list(RunArtifacts("sft@r0", print).pictures()) == []
 
 
 def test_the_policys_responses_are_shown_every_20_seconds(

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.core.locks import current_locks
 from flows.report import charts, page
-from flows.report.round_data import extreme_samples, read_round
+from flows.report.round_data import extreme_samples
 from flows.report.round_files import STAGES
 from stages.lib.core.files import read_jsonl, stage_dir, write_json, write_jsonl, write_text
 from stages.lib.core.params import load_params
@@ -17,9 +17,15 @@ from tests.flows.report.reading import Page, all_ran
 from tests.paths import ROOT
 from tests.verdicts import failed_check, passed_check
 
-RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
+RATE = {"rate": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
 AGAINST = {"against_judge": 0.1, "against_judge_low": 0.05, "against_judge_high": 0.2}
-CURVE = "step,kl,judge_score,score,distinct_2,judge_score_low,judge_score_high"
+JUDGED = {"judge_score": 0.3, "judge_score_low": 0.25, "judge_score_high": 0.35}
+EVALUATION = {
+    "prompts": 9,
+    "sft": JUDGED | {"kl": 0.0, "score": -1.0, "distinct_2": 0.9},
+    "ppo": JUDGED | {"kl": 1.5, "score": 0.2, "distinct_2": 0.8},
+    "checkpoints": {},
+}
 SIDE = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "pairs": 40}
 BATTERY = {
     "probes": {"empty": RATE},
@@ -61,10 +67,7 @@ def write_round(name: str) -> None:
         stage_dir(name, "ppo") / "curves.csv",
         "step,score_mean,kl,validation_kl\n1,0.1,0.0,\n2,0.4,1.5,1.4\n",
     )
-    write_text(
-        stage_dir(name, "evaluate") / "curves.csv",
-        f"{CURVE}\n0,0,0.3,-1,0.9,0.25,0.35\n2,1.5,0.5,0.2,0.8,0.45,0.55\n",
-    )
+    write_json(stage_dir(name, "evaluate") / "metrics.json", EVALUATION)
     finding = {
         "sign": "length hack",
         "verdict": "warn",
@@ -91,6 +94,13 @@ def write_round(name: str) -> None:
         for metric in ("judge_score", "score")
     }
     write_jsonl(stage_dir(name, "evaluate") / "samples.jsonl", [sample])
+
+
+def chart(html: Page, title: str) -> list[dict[str, Any]]:
+    """The rows of a chart."""
+    rows: list[dict[str, Any]]
+    rows = json.loads(html.chart_data)["specs"][html.pictures.index(title)]["data"]["values"]
+    return rows
 
 
 def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
@@ -129,20 +139,21 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         in html.words
     )
     # a text of a model is never HTML
-    assert "<script>alert(1)</script>" in html.words and text.lower().count("<script") == 1
+    assert "<script>alert(1)</script>" in html.words and text.count("<script>alert(1)") == 0
     assert "was ↵ fine" in html.words and "(empty)" in html.words and "was & was" in html.words
     assert "mine_safe" in html.words and "0.5 [0.2, 0.8]" in html.words and "r0 3/4" in html.words
-    titles = [
+    assert html.pictures == [
         "Corrupted text scores above the original",
         "Edit that keeps the meaning reverses a correct pair",
         "Appended ending reverses a correct pair against the judge",
         "Accuracy by kind of pair",
         "Reward model's score",
         "KL from SFT per sequence",
+        "Judge score over KL",
+        "Reward model's score over KL",
+        "Variety across prompts over KL",
     ]
-    assert html.pictures == [*titles, "Judge score and reward score, SFT to the policy"]
-    # the pictures use the page's colours
-    assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
+    assert len(json.loads(html.chart_data)["specs"]) == len(html.pictures)
     # wide tables can be scrolled by keyboard
     regions = re.findall(r'<div class="wide"([^>]*)>', text)
     assert len(regions) >= 5 and all(
@@ -165,7 +176,8 @@ def test_a_clone_shows_the_committed_run_as_a_record(project: Path) -> None:
     assert "0.864 [0.818, 0.906]" in html.words and "not reached" not in html.words
     assert "None yet." not in html.words and "Their texts are not in this folder." in html.words
     assert any("This is a record" in words for words in html.words)
-    assert html.pictures.count("Accuracy by kind of pair") == 2
+    assert html.pictures.count("Accuracy by kind of pair") == 1
+    assert {"r0", "r1"} <= {row["round"] for row in chart(html, "Accuracy by kind of pair")}
 
 
 def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project: Path) -> None:
@@ -173,34 +185,28 @@ def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project
     assert "r9" not in load_params().rounds
     (project / "rounds/r9/ppo").mkdir(parents=True, exist_ok=True)
     (project / "rounds/r9/ppo/curves.csv").write_text("step,kl_per_token\n1,0.0\n2,0.3\n")
-    assert "kl above budget: 0.7" in page.write(["r0", "r9"], all_ran("r0", "r9")).read_text()
+    text = page.write(["r0", "r9"], all_ran("r0", "r9")).read_text()
+    assert "kl above budget (ppo.max_kl_per_token): 0.7" in text
+
+
+def test_the_newest_rounds_are_shown_at_first_and_all_can_be_chosen(project: Path) -> None:
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        write_round(name)
+        write_json(stage_dir(name, "capability") / "metrics.json", {})
+    text = page.write(names, all_ran(*names)).read_text()
+    boxes = re.findall(r'<input type="checkbox" name="shown" value="(\w+)"( checked)?>', text)
+    assert boxes == [(name, " checked" if name > "r1" else "") for name in names]
+    for spec in json.loads(Page(text).chart_data)["specs"]:
+        assert spec["params"] == [{"name": "shown", "value": names[2:]}]
+        assert {row["round"] for row in spec["data"]["values"]} == set(names)
 
 
 def test_before_anything_has_run(project: Path) -> None:
     html = Page(page.write(["r0"], all_ran("r0")).read_text())
     assert html.open_tags == [] and html.pictures == [] and html.words.count("not reached") == 3
+    assert html.chart_data == "" and "vegaEmbed" not in page.REPORT.read_text()
     assert Page(page.write([], all_ran()).read_text()).open_tags == []
-
-
-def test_the_same_picture_twice_is_the_same_text() -> None:
-    points = ([1.0, 2.0], [0.5, 0.25])
-    first, second = (
-        charts.lines("A", {"x": points}, "update", "nats", charts.Marks({"budget": 0.4}))
-        for _ in range(2)
-    )
-    assert first == second and first != charts.lines("B", {"x": points}, "update", "nats")
-    assert "<script" not in charts.bars("<script>", {"<b>": (0.5, 0.4, 0.6)}, {})
-
-
-def test_the_judge_curve_has_its_intervals(project: Path) -> None:
-    """Each point of the curve has a vertical line of its own."""
-    write_text(
-        stage_dir("r0", "evaluate") / "curves.csv",
-        f"{CURVE}\n0,0,0.3,-1,0.9,0.25,0.35\n2,1.5,0.3,0.2,0.8,0.25,0.35\n",
-    )
-    [picture] = page.evaluation_pictures(read_round("r0", all_ran("r0")), load_params())
-    assert "95% interval" in picture
-    assert picture.count("stroke: var(--c1)") == picture.count("stroke: var(--c2)") + 2
 
 
 def test_the_best_and_the_worst_samples_once_each() -> None:
@@ -242,20 +248,6 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
     assert "failed; the run went on (policy: warn)" in words
 
 
-def test_an_ending_is_drawn_as_its_gate_counts_it(project: Path) -> None:
-    """Against the judge."""
-    write_round("r0")
-
-    def pictures(**changes: float) -> list[str]:
-        endings = {"endings": {"ending_1": RATE | AGAINST | changes}}
-        write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | endings)
-        return page.battery_pictures(read_round("r0", all_ran("r0")), load_params())
-
-    same, other = pictures(rate=0.9), pictures(against_judge=0.15)
-    assert pictures() == same
-    assert [a == b for a, b in zip(same, other, strict=True)] == [True, True, False, True]
-
-
 def unmeasured(value: Any) -> Any:
     """A value of JSON with null in place of each number that is not a count."""
     if isinstance(value, dict):
@@ -265,7 +257,7 @@ def unmeasured(value: Any) -> Any:
 
 def test_a_report_of_rates_of_nothing(project: Path) -> None:
     """A rate of no texts is null, e.g. of a probe that shuffles the words of one-word responses."""
-    nothing = dict.fromkeys(RATE)
+    nothing = dict.fromkeys(RATE) | {"texts": 0}
     write_round("r0")
     write_json(stage_dir("r0", "capability") / "metrics.json", {})
     write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | {"probes": {"a": nothing}})
@@ -274,7 +266,7 @@ def test_a_report_of_rates_of_nothing(project: Path) -> None:
     probes = {"probes": {"a": nothing, "b": RATE}}
     write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | probes)
     html = Page(page.write(["r0"], all_ran("r0")).read_text())
-    assert title in html.pictures and "b" in html.words and "a" not in html.words
+    assert [row["name"] for row in chart(html, title)] == ["b"]
 
 
 def test_a_report_without_any_measured_number(project: Path) -> None:
@@ -283,7 +275,6 @@ def test_a_report_without_any_measured_number(project: Path) -> None:
     for stage in STAGES:
         metrics = json.loads((ROOT / f"rounds/r1/{stage}/metrics.json").read_text())
         write_json(stage_dir("r0", stage) / "metrics.json", unmeasured(metrics))
-    write_text(stage_dir("r0", "evaluate") / "curves.csv", f"{CURVE}\n0,,,,,,\n")
     samples = stage_dir("r0", "evaluate") / "samples.jsonl"
     unscored = {"id": "q", "sample": 0, "prompt": "A", "sft": "b", "ppo": "c"}
     write_jsonl(samples, [unscored, *read_jsonl(samples, "")])
@@ -312,7 +303,8 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
         }
     }
     write_json(stage_dir("r0", "capability") / "metrics.json", {"slices": slices})
-    finding = dict.fromkeys(("sign", "verdict", "metric", "cause", "first_fix"), evil) | {
+    texts = ("sign", "verdict", "metric", "threshold", "cause", "first_fix")
+    finding = dict.fromkeys(texts, evil) | {
         "update": 2,
         "value": 1.0,
     }
@@ -356,9 +348,14 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     text = page.write(["r0"], all_ran("r0")).read_text()
     html = Page(text)
     assert html.open_tags == [] and html.fetched == []
-    assert text.lower().count("<script") == 1 and "<img" not in text  # its own one
+    without_library = text.replace(charts.library(), "").lower()
+    assert "<script>alert" not in without_library and "<img" not in without_library
+    assert "</script" not in charts.library() and "<!--" not in charts.library()
     assert html.words.count(evil) >= 10  # samples, badcases, gates' numbers
-    assert {repr(evil), f"{evil!r}, mined", f"{evil}: {evil}, update 2"} <= set(
-        html.words
-    )  # in pictures
+    drawn = json.loads(html.chart_data)  # as the page's script reads it
+    labels = {row.get("label") for spec in drawn["specs"] for row in spec["data"]["values"]}
+    assert {repr(evil), evil} <= labels
+    assert f"{evil}: {evil}, update 2" in json.dumps(drawn["specs"], ensure_ascii=False).replace(
+        "\\\\", "\\"
+    )
     assert any(f"approved by {evil}: {evil}" in word for word in html.words)

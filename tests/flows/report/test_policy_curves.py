@@ -1,17 +1,19 @@
 """Charts of PPO's training: a drawn threshold is where the health check itself fires."""
 
 import math
-import re
 from pathlib import Path
 
 import pytest
 
-from flows.report import charts, page, policy_curves
+from flows.report import policy_curves
+from flows.report.charts import Chart
+from flows.report.line_charts import FINDING, SELECTED, Bound
 from flows.report.round_data import RoundResults, read_round
 from stages.lib.core.files import stage_dir, write_json, write_text
+from stages.lib.core.params import load_params
 from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck, MetricHistory
-from tests.flows.report.reading import Page, all_ran
+from tests.flows.report.reading import all_ran
 
 PPO = PpoParams()
 EPSILON = 0.001
@@ -35,7 +37,7 @@ START |= {
     "value_loss": 0.5,
     "clip_fraction": 0.1,
 }
-DRAWN = [column for _, columns, _ in policy_curves.CURVES for column in columns]
+DRAWN = [column for _, columns, _ in policy_curves.PANELS for column in columns.values()]
 
 
 def run(column: str, value: float) -> dict[str, list[float]]:
@@ -93,66 +95,88 @@ def test_bounds_by_hand() -> None:
     assert policy_curves.bound(checks["kl above budget"], {}, PPO) == PPO.max_kl_per_token
 
 
-def results() -> RoundResults:
-    """A run with a length hack in its last updates, whose policy of update 8 was selected."""
+def results(name: str = "r0", selected: int = 8, entropy: float = 4.0) -> RoundResults:
+    """A run with a length hack in its last updates."""
+    explained = {"threshold": "1.3 or less", "cause": "<script>", "first_fix": "none"}
+    length = explained | {"sign": "length hack", "metric": "response_length, last / first"}
     findings = [
-        {
-            "sign": "length hack",
-            "verdict": "warn",
-            "update": 12,
-            "metric": "response_length, last / first",
-            "value": 1.4,
-        },
-        {
-            "sign": "length hack",
-            "verdict": "danger",
-            "update": 99,
-            "metric": "response_length, last / first",
-            "value": 1.7,
-        },  # the curves have no such update
-        {
-            "sign": "nothing gained",
-            "verdict": "warn",
-            "update": 0,
-            "metric": "policy_update",
-            "value": 0,
-        },
+        length | {"verdict": "warn", "update": 12, "value": 1.4},
+        length | {"verdict": "danger", "update": 99, "value": 1.7},  # no curve has it
+        explained
+        | {"sign": "nothing gained", "verdict": "warn", "update": 0, "metric": "policy_update"},
     ]
-    write_json(
-        stage_dir("r0", "ppo") / "health.json",
-        {"findings": [row | {"cause": "<script>", "first_fix": "none"} for row in findings]},
-    )
-    write_json(stage_dir("r0", "ppo") / "metrics.json", {"policy_update": 8})
+    write_json(stage_dir(name, "ppo") / "health.json", {"findings": findings})
+    write_json(stage_dir(name, "ppo") / "metrics.json", {"policy_update": selected})
     columns = run("response_length", 24.0) | {"validation_kl": [math.nan] * 19 + [3.5]}
+    columns["entropy"] = [entropy] * 20
     rows = (
         ",".join("" if math.isnan(value) else str(value) for value in row)
         for row in zip(*columns.values(), strict=True)
     )
-    write_text(stage_dir("r0", "ppo") / "curves.csv", "\n".join([",".join(columns), *rows, ""]))
-    return read_round("r0", all_ran("r0"))
+    write_text(stage_dir(name, "ppo") / "curves.csv", "\n".join([",".join(columns), *rows, ""]))
+    return read_round(name, all_ran(name))
+
+
+def charts_by_title(*rounds: RoundResults) -> dict[str, Chart]:
+    drawn = policy_curves.pictures([(round_, load_params()) for round_ in rounds])
+    return {chart.title: chart for chart in drawn}
 
 
 def test_findings_and_the_selected_update_are_marked_on_their_curves(project: Path) -> None:
-    marks = policy_curves.marks(results(), ("response_length",), PPO)
-    assert marks == charts.Marks(
-        {"length hack: 15.6": pytest.approx(15.6)},
-        {"selected: update 8": 8},
-        {"warn: length hack, update 12": (12, 12.0)},
+    selected, finding = policy_curves.round_marks(results(), ("response_length",), "tokens")
+    assert (selected.kind, selected.x, selected.y) == (SELECTED, 8, 12.0)
+    assert selected.texts == {"selected policy": "update 8", "value": "12 tokens"}
+    assert (finding.kind, finding.x, finding.y) == (FINDING, 12, 12.0)
+    assert finding.texts == {
+        "finding": "warn: length hack, update 12",
+        "value": "response_length, last / first 1.4",
+        "healthy": "1.3 or less",
+        "cause": "<script>",
+        "first": "none",
+    }
+    kinds = [mark.kind for mark in policy_curves.round_marks(results(), ("entropy",), "nats")]
+    assert kinds == [SELECTED]
+
+
+def test_update_0_and_a_policy_of_no_update_are_on_no_curve(project: Path) -> None:
+    assert policy_curves.round_marks(results(selected=0), ("entropy",), "nats") == []
+    write_json(stage_dir("r0", "ppo") / "metrics.json", {})
+    without = read_round("r0", all_ran("r0"))
+    assert policy_curves.round_marks(without, ("entropy",), "nats") == []
+
+
+def test_all_rounds_are_in_each_chart_of_what_was_measured(project: Path) -> None:
+    drawn = charts_by_title(results("r0"), results("r1", entropy=2.0))
+    columns = {*START, "validation_kl"}
+    assert list(drawn) == [
+        title for title, panel, _ in policy_curves.PANELS if columns & {*panel.values()}
+    ]
+    assert [
+        (row["round"], row["series"], row["y"][-1])
+        for row in drawn["KL from SFT per sequence"].spec["data"]["values"]
+    ] == [
+        ("r0", "training", 3),
+        ("r0", "validation", 3.5),
+        ("r1", "training", 3),
+        ("r1", "validation", 3.5),
+    ]
+    # each round has the threshold that follows from its own start
+    assert policy_curves.round_bounds(results("r1", entropy=2.0), ["entropy"], PPO) == [
+        Bound("r1", "entropy collapse:", pytest.approx(1.0))
+    ]
+
+
+def test_a_threshold_is_explained_in_words(project: Path) -> None:
+    drawn = charts_by_title(results())
+    [kl, still] = policy_curves.round_bounds(results(), ["kl_per_token"], PPO)
+    assert kl.text == "kl above budget (ppo.max_kl_per_token):" and kl.value == PPO.max_kl_per_token
+    assert still.text == "no movement (ppo.min_kl_per_token):"
+    assert drawn["Entropy"].note.startswith(
+        "entropy collapse: healthy is last / first 0.5 or more."
     )
-    assert not policy_curves.marks(results(), ("entropy",), PPO).points
-    text = page.write(["r0"], all_ran("r0")).read_text()
-    titles = [title for title, columns, _ in policy_curves.CURVES if set(columns) & set(START)]
-    assert Page(text).pictures == titles
-    assert text.count("selected: update 8") == len(titles)
-    assert text.count("warn: length hack, update 12") == 1
-    assert "var(--bad)" in text
+    assert "Dots: validation prompts." in drawn["KL from SFT per sequence"].note
 
 
-def test_a_bound_far_from_its_curve_is_only_in_the_legend() -> None:
-    curve = ([1.0, 2.0, 3.0], [0.0, 1.0, 2.0])
-    for bound, top_label in ((4.0, 4.0), (1000.0, 2.0)):  # of the y axis
-        marks = charts.Marks({f"budget {bound:g}": bound})
-        picture = charts.lines("A", {"kl": curve}, "update", "nats", marks)
-        assert f">budget {bound:g}<" in picture
-        labels = [float(number) for number in re.findall(r">([\d.]+)</text>", picture)]
-        assert max(labels) == max(top_label, 3.0)  # 3: the last label of the x axis
+def test_an_infinite_value_is_left_out() -> None:
+    columns = {"step": [1.0, 2.0, 3.0], "value_loss": [0.5, math.inf, math.nan]}
+    assert policy_curves.measured(columns, "value_loss") == ([1.0], [0.5])
