@@ -48,7 +48,7 @@ from flows.orchestration.decisions import (
     own_params,
     take_over,
 )
-from flows.report import diagnosis, page, summary
+from flows.report import diagnosis, page, run_pages, run_record, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
@@ -237,7 +237,8 @@ def pipeline(
     files = checked_files(checked)
     server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
-    with reporting("run", log, dvc_stages.QUIET_SECONDS), server, tree as folder:
+    recorded = run_record.recorded(home, run, preset, checked, isolated, str(flow_run.id), log)
+    with reporting("run", log, dvc_stages.QUIET_SECONDS), recorded, server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
         params = own_params(home, run, lambda: resolve(preset, number, settings))
@@ -257,7 +258,7 @@ def pipeline(
         tags = provenance.run_tags(run_ref, params, preset, isolated, home)
         tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
         tracker.begin()
-        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
+        link_mlflow(tracker, names, log)
         remaining = list(addresses)
         try:
             run_stages(remaining, names, run_ref, tracker, log)
@@ -266,6 +267,8 @@ def pipeline(
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
         except Pause:
+            with bookkeeping(run_record.RECORDING, log):
+                run_record.end(home, run, run_record.State.waiting)
             tracker.wait()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
@@ -328,6 +331,8 @@ def run_stages(
     while remaining:
         address = remaining[0]
         ends_run = address not in may_fail
+        with bookkeeping(run_record.RECORDING, log):
+            run_record.begin_stage(tracker.home, tracker.run, address)
         try:
             run_stage(address, run_ref, tracker)
         except GateFailed as error:
@@ -374,11 +379,23 @@ def close(
             key="summary",
             description=f"Run {run}",
         )
+    with bookkeeping("keeping the report", log):
+        run_record.keep_pages(tracker.home, run, rounds)
+        ended = run_record.State.failed if remaining else run_record.State.completed
+        run_record.end(tracker.home, run, ended)
     if page.REPORT.exists():
-        url = tracker.page(text=page.REPORT.name)
+        url = run_pages.served_report(tracker.home, run) or tracker.page(text=page.REPORT.name)
         link(url, "report", "Report: results, and the stage at fault", log)
     if remaining:
         log(f"Ended at {remaining[0]}.")
+
+
+def link_mlflow(tracker: MlflowTracker, rounds: list[str], log: LogLine) -> None:
+    """Show and record the page of a run, which computes these rounds."""
+    url = tracker.page()
+    link(url, "mlflow", "This run in MLflow: parameters, curves, models", log)
+    with bookkeeping(run_record.RECORDING, log):
+        run_record.set_up(tracker.home, tracker.run, rounds, url)
 
 
 def link(url: str | None, key: str, text: str, log: LogLine) -> None:
