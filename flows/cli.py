@@ -343,16 +343,19 @@ def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open"
     import webbrowser
 
     from flows.commands import compare as comparison
+    from flows.core.services import mlflow_answers
     from flows.tracking.mlflow_store import experiment_of, registry
 
     with registry(HOME.resolve()) as client:
         experiment = experiment_of(client)
         first, second = (comparison.find(client, experiment, name) for name in (a, b))
         print(comparison.text(client, first, second))
+        pages = comparison.pages(client, first, second)
     print(comparison.largest_differences(first, second))
     print(f"All samples side by side: {comparison.write_page(first, second)}")
-    for title, page in comparison.pages(first, second).items():
-        print(f"{title} in MLflow: {page}")
+    after = "" if mlflow_answers(HOME.resolve()) else " (after `rondo up`)"
+    for title, page in pages.items():
+        print(f"{title} in MLflow{after}: {page}")
         if open_:
             webbrowser.open(page)
 

@@ -57,7 +57,7 @@ from flows.orchestration.decisions import (
     own_params,
     take_over,
 )
-from flows.report import page, summary
+from flows.report import page, run_pages, run_record, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import check_address, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
@@ -258,7 +258,8 @@ def pipeline(
     files = checked_files(checked)
     server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
-    with reporting("run", log, dvc_stages.QUIET_SECONDS), server, tree as folder:
+    recorded = run_record.recorded(home, run, preset, checked, isolated, str(flow_run.id), log)
+    with reporting("run", log, dvc_stages.QUIET_SECONDS), recorded, server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
         params = own_params(home, run, lambda: resolve(preset, number, settings))
@@ -280,13 +281,15 @@ def pipeline(
         tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
         tracker.name, tracker.params = run_names.short_name(kind_of_run(home), run), settings_of_run
         tracker.begin()
-        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
+        link_mlflow(tracker, names, log)
         remaining, gate_error = list(addresses), None
         try:
             run_stages(remaining, names, run_ref, tracker, log)
         except GateFailed as error:
             gate_error = error
         except Pause:
+            with bookkeeping(run_record.RECORDING, log):
+                run_record.end(home, run, run_record.State.waiting)
             tracker.wait()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
@@ -349,6 +352,8 @@ def run_stages(
     while remaining:
         address = remaining[0]
         ends_run = address not in may_fail
+        with bookkeeping(run_record.RECORDING, log):
+            run_record.begin_stage(tracker.home, tracker.run, address)
         try:
             ended = run_stage(address, run_ref, tracker)
             if isinstance(ended, State) and ended.name != outcomes.WARNED:
@@ -389,11 +394,15 @@ def close(
         log(summary.text(rounds, locks))
     if todo or not page.REPORT.exists():
         write_report(rounds, locks, log)
+    with bookkeeping("keeping the report", log):
+        run_record.keep_pages(tracker.home, run, rounds)
+        ended = run_record.State.failed if remaining else run_record.State.completed
+        run_record.end(tracker.home, run, ended)
     ended_with = outcomes.conclusion(names or rounds, locks, log)
+    report = run_pages.served_report(tracker.home, run) or tracker.page(text=page.REPORT.name)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
-        prefect, report = run_page(), tracker.page(text=page.REPORT.name)
-        pages = [("Run in Prefect", prefect), ("Report", report)]
+        pages = [("Run in Prefect", run_page()), ("Report", report)]
         tracker.close(
             outcomes.status(ended_with, remaining),
             {path.name: path.read_text("utf-8") for path in files},
@@ -405,8 +414,7 @@ def close(
         text = summary_card(ended_with.sentence, results)
         cards.show(MarkdownArtifact(key="summary", markdown=text, description=f"Run {run}"))
     if page.REPORT.exists():
-        url = tracker.page(text=page.REPORT.name)
-        link(url, "report", "Report: results, and the stage at fault", log)
+        link(report, "report", "Report: results, and the stage at fault", log)
     if remaining:
         log(f"Ended at {remaining[0]}.")
     return ended_with
@@ -427,6 +435,14 @@ def summary_card(sentence: str, results: list[str]) -> str:
     answers, _, table = text.partition("\n\n")
     headline = f"**{stage_card.escaped(sentence)}**"
     return "\n\n".join(filter(None, [headline, answers, " | ".join(results), table]))
+
+
+def link_mlflow(tracker: MlflowTracker, rounds: list[str], log: LogLine) -> None:
+    """Show and record the page of a run, which computes these rounds."""
+    url = tracker.page()
+    link(url, "mlflow", "This run in MLflow: parameters, curves, models", log)
+    with bookkeeping(run_record.RECORDING, log):
+        run_record.set_up(tracker.home, tracker.run, rounds, url)
 
 
 def link(url: str | None, key: str, text: str, log: LogLine) -> None:

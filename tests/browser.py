@@ -60,6 +60,11 @@ class Ui:
         """By the link of `rondo up`, without which a page shows nothing."""
         self.page.goto(f"{self.address}/deployments")
         expect(self.page).to_have_url(re.compile("/login"))
+        self.page.goto(f"{self.address}/rondo/runs")
+        expect(self.page.get_by_text("Log in first")).to_be_visible()
+        self.page.goto(f"{self.address}/rondo#rondo:guessed")
+        expect(self.page.get_by_text("not of this server")).to_be_visible()
+        self.page.goto("about:blank")  # from which a link is another page
         self.page.goto(link)
         expect(self.page.get_by_text("rlhf-pipeline").first).to_be_visible()
         assert self.page.url == f"{self.address}/deployments"  # the string is in no history
@@ -124,7 +129,7 @@ class Ui:
         return dict(artifact)
 
     def look_at_artifacts(self, run: str, shown_by_key: dict[str, str]) -> None:
-        """What the run's page shows of its stages, and the report that MLflow keeps."""
+        """What the run's page shows of its stages, and the report to which its link leads."""
         self.open_run(run)
         self.page.get_by_text("Artifacts", exact=True).last.click()
         for key in ("report", "summary", "mlflow"):
@@ -133,13 +138,40 @@ class Ui:
         for key, shown in shown_by_key.items():
             self.look_at_artifact(self.artifact(key)["latest_id"])
             expect(self.page.get_by_text(shown).first).to_be_visible()
-        link = re.search(r"\((\S+)\)", self.artifact("report")["data"])
-        assert link
-        self.page.goto(link[1])
-        expect(self.page.frame_locator("iframe").get_by_role("heading", level=1)).to_contain_text(
-            "Which is at fault"
-        )
-        shot(self.page, "report-in-mlflow")
+        self.look_at_artifact(self.artifact("report")["latest_id"])
+        with self.page.context.expect_page() as opened:  # Prefect opens a tab
+            self.page.get_by_role("link", name="Report: results").click()
+        expect(opened.value.get_by_role("heading", level=1)).to_be_visible()
+        assert self.page.evaluate("self.origin") == self.address
+        assert opened.value.evaluate("self.origin") == "null"
+        shot(opened.value, "report-of-a-run")
+        opened.value.close()
+
+    def heading(self, text: str) -> None:
+        expect(self.page.get_by_role("heading", level=1)).to_contain_text(text)
+
+    def look_at_all_runs(self, state: str) -> None:
+        """Only after the login; in a page without an origin; and its links lead on and back."""
+        self.page.goto(f"{self.address}/rondo/runs")
+        self.heading("Runs of")
+        expect(self.page.get_by_text(state).first).to_be_visible()
+        shot(self.page, "runs")
+        assert self.page.evaluate("self.origin") == "null"  # no script reaches Prefect's storage
+        self.page.set_viewport_size({"width": 390, "height": 844})
+        assert self.page.evaluate("document.documentElement.scrollWidth") <= 390
+        self.page.emulate_media(color_scheme="dark")
+        shot(self.page, "runs-phone-dark")
+        self.page.emulate_media(color_scheme="light")
+        self.page.set_viewport_size({"width": 1400, "height": 1000})
+        self.page.get_by_role("link", name="report").first.click()
+        expect(self.page).to_have_url(re.compile("/rondo/report/"))
+        expect(self.page.get_by_role("heading", level=1)).to_be_visible()
+        self.page.go_back()
+        self.page.locator("th").get_by_role("link", name="Prefect").first.click()
+        expect(self.page).to_have_url(re.compile("/runs/flow-run/"))
+        self.page.context.clear_cookies()
+        self.page.goto(f"{self.address}/rondo/runs")
+        self.heading("Runs of")  # the string that Prefect's pages use logs in again
 
     def look_at_artifact(self, number: str) -> None:
         self.page.goto(f"{self.address}/artifacts/artifact/{number}")

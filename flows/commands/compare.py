@@ -3,6 +3,7 @@ prompts, and the settings in which the runs differ.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.services import WORKFLOW, mlflow_pages
-from flows.core.tables import fitted_text, interval, shortened, terminal_width
+from flows.core.tables import fitted_text, interval, short_hash, shortened, terminal_width
 from flows.report import summary
 from flows.report.samples import (
     OUTCOMES,
@@ -37,6 +38,7 @@ from stages.lib.metrics.stats import paired_bootstrap
 PAGE = REPORTS / "compare.html"
 SHOWN_SAMPLES = 3  # in the terminal; the page has all
 RESAMPLES = 10_000
+HASH = re.compile(r"\b[0-9a-f]{32,64}\b")
 METRICS = {  # row title -> metric of the evaluation in MLflow
     "win rate against SFT": "final/win_rate",
     "KL from SFT, nats": "final/ppo/kl",
@@ -121,8 +123,9 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
         BadInput: the evaluations had different settings, so their samples are not paired.
     """
     if changed := differences(a.settings, b.settings):
+        shown = HASH.sub(lambda hash_: short_hash(hash_[0]), "; ".join(changed))
         raise BadInput(
-            f"{a.name} and {b.name} were evaluated with different settings ({'; '.join(changed)}), "
+            f"{a.name} and {b.name} were evaluated with different settings ({shown}), "
             "so that their numbers cannot be compared: run one of them again with the settings of "
             "the other"
         )
@@ -231,25 +234,37 @@ def format_metric(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def pages(*evaluations: Evaluation) -> dict[str, str]:
+def pages(client: MlflowClient, a: Evaluation, b: Evaluation) -> dict[str, str]:
     """Addresses of MLflow's pages about the evaluations, by their content; empty if the store has
     no pages.
     """
-    server, runs = mlflow_pages(), [evaluation.run for evaluation in evaluations]
+    server = mlflow_pages()
     if not server:
         return {}
-    experiment = runs[0].info.experiment_id
-    run_ids = json.dumps([run.info.run_id for run in runs], separators=(",", ":"))
-    # The curves of PPO are metrics of the pipeline runs, the parents
-    parents = ",".join(dict.fromkeys(f"'{run.data.tags[MLFLOW_PARENT_RUN_ID]}'" for run in runs))
-    parent_filter = quote(f"attributes.run_id IN ({parents})")
+    experiment = a.run.info.experiment_id
+    ids = json.dumps([one.run.info.run_id for one in (a, b)], separators=(",", ":"))
+    curves = ",".join(f"'{run}'" for run in runs_with_curves(client, a, b))
+    curve_filter = quote(f"attributes.run_id IN ({curves})")
     return {
         "the same numbers": (
-            f"{server}/#/compare-runs?runs={run_ids}"
-            f"&experiments={json.dumps([experiment])}&{WORKFLOW}"
+            f"{server}/#/compare-runs?runs={quote(ids)}"
+            f"&experiments={quote(json.dumps([experiment]))}&{WORKFLOW}"
         ),
         "PPO's curves": (
-            f"{server}/#/experiments/{experiment}/runs?searchFilter={parent_filter}"
+            f"{server}/#/experiments/{experiment}/runs?searchFilter={curve_filter}"
             f"&compareRunsMode=CHART&{WORKFLOW}"
         ),
     }
+
+
+def runs_with_curves(client: MlflowClient, a: Evaluation, b: Evaluation) -> list[str]:
+    """The MLflow runs whose curves of PPO have the same names, so that a chart overlays them: the
+    pipeline runs, or if both rounds are of one, its runs of the stage `ppo`.
+    """
+    parents = [one.run.data.tags[MLFLOW_PARENT_RUN_ID] for one in (a, b)]
+    if parents[0] != parents[1]:
+        return parents
+    query = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parents[0]}' and tags.stage = 'ppo'"
+    stages = client.search_runs([a.run.info.experiment_id], query)
+    rounds = {one.run.data.tags["round"] for one in (a, b)}
+    return [run.info.run_id for run in stages if run.data.tags["round"] in rounds]

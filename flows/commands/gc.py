@@ -10,7 +10,7 @@ from time import time
 from filelock import FileLock
 from rich.filesize import decimal
 
-from flows.core.run_locks import RUNS, is_free
+from flows.core.run_locks import RUNS, is_alive, is_free
 from flows.execution.dvc_stages import open_repo, remove_state
 from flows.execution.worktree import (
     WORKING_TREE_LOCK,
@@ -19,6 +19,7 @@ from flows.execution.worktree import (
     old_workspaces,
     workspaces,
 )
+from flows.report.run_record import folder_of, pages, read_all
 from flows.tracking.mlflow_store import OFF, store_uri
 from flows.tracking.mlflow_tracker import unsent
 from stages.lib.core.errors import BadInput, RondoError
@@ -29,7 +30,8 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
     """Remove what no run needs any more, and yield a line for each kind of it.
 
     These are the workspaces of runs and the resume states of stages that nobody has used for
-    `days`. What a run has computed stays: in its branch and in DVC's cache.
+    `days`, and the report pages of runs that ended before. What a run has computed stays: in its
+    branch and in DVC's cache; so do its record, and its report in MLflow.
 
     Args:
         home: The .rondo folder.
@@ -52,6 +54,11 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
                 yield f"{decimal(freed)}: {folder}; the branch runs/{folder.name} stays"
             except RondoError as error:
                 yield f"{folder} stays, since its results cannot be committed: {error}"
+    old_pages = [path for folder in _old_reports(home, days) for path in pages(folder).values()]
+    freed = sum(path.stat().st_size for path in old_pages)
+    for path in old_pages:
+        path.unlink()
+    yield f"{decimal(freed)}: {len(old_pages)} report pages of runs; MLflow keeps report.html"
     if is_free(home / WORKING_TREE_LOCK):
         states = [path for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
         freed = freed_bytes(path.parent for path in states)
@@ -63,6 +70,15 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
     if cache:
         number, freed = _collect_cache(home)
         yield f"{decimal(freed)}: {number} files of DVC's cache that nothing refers to"
+
+
+def _old_reports(home: Path, days: float) -> list[Path]:
+    """The folders with the report pages of the runs that ended more than `days` ago."""
+    return [
+        folder_of(home, record.run)
+        for record in read_all(home)
+        if time() - record.updated > days * 24 * 3600 and not is_alive(home, record.run)
+    ]
 
 
 def freed_bytes(folders: Iterable[Path]) -> int:

@@ -179,16 +179,26 @@ def options_of(params: Params) -> list[str]:
     """The options of `rondo run` that give these params: the preset that differs least from them,
     and what differs.
     """
-    default, wanted = Params().model_dump(mode="json"), params.model_dump(mode="json")
-    choices = []
-    for name in preset_names()[1:]:  # without `keep`, which depends on params.yaml
-        values = overlay(default, read_preset(name))
-        changes = [change for change in _settings(values, wanted) if change[0] != "rounds"]
-        choices.append((len(changes), name != DEFAULT, name, changes))
-    _, _, preset, changes = min(choices)
+    preset, changes = nearest_preset(params)
     settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes)
     options = ["--preset", preset, "--rounds", str(len(params.rounds))]
     return [*options, *(word for setting in settings for word in ("--set", setting))]
+
+
+def nearest_preset(params: Params, named: str = KEEP) -> tuple[str, list[tuple[str, Any]]]:
+    """The named preset, for `keep` the one that differs least from these params; and the keys,
+    rounds excepted, that differ from it, with their values in the params.
+    """
+    default, wanted = Params().model_dump(mode="json"), params.model_dump(mode="json")
+    choices = []
+    # `keep` itself depends on params.yaml
+    for name in preset_names()[1:] if named == KEEP else [named]:
+        values = overlay(default, read_preset(name))
+        changes = [change for change in _settings(values, wanted) if change[0] != "rounds"]
+        changes = [change for change in changes if not change[0].startswith("rounds.")]
+        choices.append((len(changes), name != DEFAULT, name, changes))
+    _, _, preset, changes = min(choices)
+    return preset, changes
 
 
 def _settings(

@@ -5,6 +5,9 @@ import subprocess
 
 from stages.lib.core.errors import BadInput, RondoError
 
+# What a run writes to files that git tracks: settings, results, and decisions on its gates
+RESULTS = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", "records")
+
 
 def person(by: str | None) -> str:
     """Who decides: `by`, or else git's user."""
@@ -17,15 +20,20 @@ def current_user() -> str:
 
 
 def revision() -> str:
-    """The hash of HEAD, with `-dirty` if tracked files differ from it; `none` without a commit.
+    """The hash of HEAD, with `-dirty` if tracked files other than RESULTS differ from it; `none`
+    without a commit. The settings and results of a run are recorded with it.
 
     Raises:
         BadInput: git refuses this repository, since it belongs to another user.
     """
-    done = _run("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    done = _run("rev-parse", "--verify", "--quiet", "HEAD")
     if "safe.directory" in done.stderr:
         raise BadInput(done.stderr.strip())  # it has the next step
-    return done.stdout.strip() or "none"
+    if not (commit := done.stdout.strip()):
+        return "none"
+    others = [f":(exclude){name}" for name in RESULTS]
+    differs = _run("diff", "--quiet", "HEAD", "--", ":(top)", *others).returncode
+    return f"{commit}-dirty" if differs else commit
 
 
 def git(*arguments: str) -> str:

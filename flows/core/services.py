@@ -33,6 +33,8 @@ LOCK = "up.lock"  # in HOME: held by `rondo up` or `rondo worker`
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
+EXPERIMENT = "rondo"  # of MLflow; its artifacts in the MLflow of `rondo up`:
+ARTIFACTS = f"mlflow-artifacts:/{EXPERIMENT}"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 API_URL = "PREFECT_API_URL"  # Prefect's own variable
 # Prefect's own variable, too: "true" if its server ends with this process
@@ -140,6 +142,11 @@ def _held(servers: Servers) -> bool:
     return bool(servers.home) and lock.exists() and not is_free(lock)
 
 
+def mlflow_answers(home: Path = HOME) -> bool:
+    """Whether MLflow's pages can be opened: a server that the user names counts as running."""
+    return bool(os.environ.get(TRACKING_URI) or running_mlflow(home))
+
+
 def mlflow_pages(home: Path = HOME) -> str | None:
     """The address of MLflow's pages: of the user's server (MLFLOW_TRACKING_URI), else of the server
     of `rondo up`, running or not; None if the user's store has no pages.
@@ -148,6 +155,11 @@ def mlflow_pages(home: Path = HOME) -> str | None:
     if not uri:
         return last_servers(home).mlflow
     return without_credentials(uri).rstrip("/") if uri.startswith("http") else None
+
+
+def experiment_page(server: str, experiment: str) -> str:
+    """The page of all runs in an MLflow experiment."""
+    return f"{server}/#/experiments/{experiment}/runs?{WORKFLOW}"
 
 
 def prefect_pages(home: Path = HOME) -> str:

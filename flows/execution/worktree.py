@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from flows.core.bookkeeping import bookkeeping
-from flows.core.git import committer_options, git
+from flows.core.git import RESULTS, committer_options, git
 from flows.core.locks import LOCK
 from flows.core.run_locks import is_alive, is_free
 from flows.core.services import HOME, PUSH_TO, SERVERS, LogLine
@@ -29,7 +29,6 @@ WORKSPACES_LOCK, WORKING_TREE_LOCK = "workspaces.lock", "working-tree.lock"
 COMPLETE, ENDED = Path(".rondo/made"), Path(".rondo/ended")
 KEPT_DAYS = 7
 RECORDS = Path("records")  # in the branch: one folder per run, with its report and verdicts
-COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
 USER_FILES = ("slices", "badcases", "approvals")
 MAX_COPIED_BYTES = 64 * 2**20  # larger files that are not committed are linked into a workspace
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config", ".dvcignore")
@@ -96,7 +95,7 @@ def _commit(run: str) -> None:
     if REPORTS.exists():
         shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
     Path(git("rev-parse", "--git-path", "index.lock")).unlink(missing_ok=True)  # of a killed git
-    git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
+    git("add", "--", *(name for name in RESULTS if Path(name).exists()))
     if git("diff", "--cached", "--name-only"):
         # Nobody is here to type the password of a signing key.
         options = [*committer_options(), "-c", "commit.gpgsign=false"]
@@ -165,7 +164,7 @@ def _share_records(folder: Path) -> None:
 def _other_files(*command: str) -> list[str]:
     """The files that a git command lists, without results, code and the user's checked files."""
     names = filter(None, git(*command).split("\0"))
-    return [name for name in names if Path(name).parts[0] not in (*COMMITTED, *USER_FILES, *CODE)]
+    return [name for name in names if Path(name).parts[0] not in (*RESULTS, *USER_FILES, *CODE)]
 
 
 def _bring(source: Path, target: Path) -> None:
@@ -208,6 +207,11 @@ def folder_of_run(run: str, home: Path) -> Path:
 def run_of_folder() -> str:
     """The isolated run whose workspace is the current folder; empty in the project's folder."""
     return Path.cwd().name if COMPLETE.exists() else ""
+
+
+def project_home() -> Path:
+    """The .rondo folder of the project, also in the workspace of a run."""
+    return Path.cwd().parents[1] if run_of_folder() else HOME.resolve()
 
 
 def old_workspaces(home: Path, days: float = KEPT_DAYS) -> list[Path]:

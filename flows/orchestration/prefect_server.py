@@ -1,6 +1,6 @@
 """`python -m flows.orchestration.prefect_server PORT`: Prefect's server on loopback, whose SQLite
-transactions wait for each other, whose database is made completely or not at all, and with a link
-that logs a browser in.
+transactions wait for each other, whose database is made completely or not at all, and with Rondo's
+own pages (own_pages.py).
 
 Prefect 3.8.8 begins most transactions with BEGIN DEFERRED. Such a transaction reads, and asks for
 the write lock with its first INSERT. If another connection has committed in between, SQLite
@@ -8,10 +8,6 @@ reports "database is locked" at once: no busy timeout helps a transaction that h
 The server then answers 503, and Prefect's pages show "Oops. Something went wrong", e.g. after
 *Submit* in the form of a deployment (https://github.com/PrefectHQ/prefect/issues/18934). BEGIN
 IMMEDIATE takes the write lock first, and waits for it (Prefect sets 60 s).
-
-Prefect's pages ask for the string of PREFECT_SERVER_API_AUTH_STRING, and keep it in the browser's
-local storage. The page /rondo#STRING puts it there. A browser sends what follows the # to no
-server, and the page leaves no entry in the browser's history.
 """
 
 import asyncio
@@ -20,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi.responses import HTMLResponse
 from prefect.server.api.server import create_app
 from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import temporary_database_config
 from prefect.settings import (
     PREFECT_HOME,
+    PREFECT_SERVER_API_AUTH_STRING,
     PREFECT_SERVER_DATABASE_CONNECTION_URL,
     get_current_settings,
 )
@@ -35,11 +31,7 @@ from sqlalchemy.engine import Engine
 
 from flows.core.databases import make_or_exit
 from flows.core.services import HOST
-
-LOGIN_PAGE = """<!DOCTYPE html><title>Rondo</title><script>
-localStorage.setItem("prefect-password", btoa(location.hash.slice(1)))
-location.replace("/deployments")
-</script>"""
+from flows.orchestration.own_pages import router
 
 
 def begin_immediate(_: object, __: object, statement: str, parameters: Any, *___: object) -> Any:
@@ -48,10 +40,6 @@ def begin_immediate(_: object, __: object, statement: str, parameters: Any, *___
     A listener of SQLAlchemy's event `before_cursor_execute`.
     """
     return statement.replace("BEGIN DEFERRED", "BEGIN IMMEDIATE"), parameters
-
-
-def login_page() -> HTMLResponse:
-    return HTMLResponse(LOGIN_PAGE)
 
 
 def sqlite_address(database: Path) -> str:
@@ -70,9 +58,10 @@ def main() -> None:
         make_or_exit(database, make_tables, "prefect")
     event.listen(Engine, "before_cursor_execute", begin_immediate, retval=True)
     app = create_app(ephemeral=get_current_settings().server.ephemeral.enabled, final=True)
-    app.get("/rondo")(login_page)
-    app.routes.insert(0, app.routes.pop())  # before Prefect's pages, which answer every path
-    uvicorn.run(app, host=HOST, port=int(sys.argv[1]), log_level="warning")
+    home, port = PREFECT_HOME.value().parent, int(sys.argv[1])
+    own = router(home, port, PREFECT_SERVER_API_AUTH_STRING.value() or "")
+    app.router.routes[:0] = own.routes  # before Prefect's pages, which answer every path
+    uvicorn.run(app, host=HOST, port=port, log_level="warning")
 
 
 if __name__ == "__main__":

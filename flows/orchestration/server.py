@@ -1,7 +1,10 @@
 """`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C."""
 
+import json
 import os
 import socket
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from pydantic import AnyHttpUrl, TypeAdapter, ValidationError
@@ -9,16 +12,19 @@ from pydantic import AnyHttpUrl, TypeAdapter, ValidationError
 from flows.core.databases import check_database
 from flows.core.services import (
     API_URL,
+    ARTIFACTS,
+    EXPERIMENT,
     HOST,
     MLFLOW_ARTIFACTS,
     MLFLOW_DATABASE,
     MLFLOW_PORT,
     PREFECT_DATABASE,
     PREFECT_PORT,
-    WORKFLOW,
+    START_SECONDS,
     LogLine,
     Port,
     Servers,
+    experiment_page,
     is_up,
     last_servers,
     new_auth,
@@ -29,6 +35,7 @@ from flows.core.services import (
 )
 from flows.orchestration.service_processes import Services, services_until_signal
 from flows.orchestration.worker import OWN, start_worker, watch
+from flows.report.run_pages import RUNS_PATH
 from stages.lib.core.errors import BadInput
 
 NOTIFY_URL = "RONDO_NOTIFY_URL"
@@ -77,9 +84,25 @@ def serve(home: Path, log: LogLine = print) -> None:
             f"Prefect  {servers.login}\n"
             "         This link logs your browser in. Start a run at Deployments: rlhf-pipeline, "
             "next-round, sweep, evaluate-checkpoint\n"
-            f"MLflow   {servers.mlflow}/#/experiments?{WORKFLOW}\nCtrl-C ends both."
+            f"Runs     {servers.prefect}{RUNS_PATH}\n"
+            f"MLflow   {experiment_page(servers.mlflow, _experiment(servers))}\nCtrl-C ends both."
         )
         watch(services, home, log)
+
+
+def _experiment(servers: Servers) -> str:
+    """The id of MLflow's experiment, which is created if there is none: runs are its pages."""
+    api = f"{servers.mlflow}/api/2.0/mlflow/experiments"
+    made = json.dumps({"name": EXPERIMENT, "artifact_location": ARTIFACTS}).encode()
+    as_json = {"Content-Type": "application/json"}
+    try:
+        create = urllib.request.Request(f"{api}/create", made, as_json)
+        with urllib.request.urlopen(create, timeout=START_SECONDS) as answer:
+            return str(json.load(answer)["experiment_id"])
+    except urllib.error.HTTPError:  # it exists
+        by_name = f"{api}/get-by-name?experiment_name={EXPERIMENT}"
+        with urllib.request.urlopen(by_name, timeout=START_SECONDS) as answer:
+            return str(json.load(answer)["experiment"]["experiment_id"])
 
 
 def _check_webhook(url: str) -> None:

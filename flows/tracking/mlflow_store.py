@@ -52,6 +52,8 @@ from sqlalchemy.exc import SQLAlchemyError
 import stages
 from flows.core.databases import make_database
 from flows.core.services import (
+    ARTIFACTS,
+    EXPERIMENT,
     MLFLOW_DATABASE,
     TRACKING_URI,
     running_mlflow,
@@ -64,7 +66,6 @@ from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Checkpoint, Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
 
-EXPERIMENT = "rondo"
 # Data set of a model's metrics. MLflow's charts have it in their titles, by which they join models:
 # it is short, and the same in all rounds.
 HELD_OUT, HELD_DATA = "eval", "prepare/data"
@@ -175,7 +176,7 @@ class MlflowStore:
         # The server that the user names chooses where artifacts are. For the project's own it is no
         # folder: clients on other machines read artifacts through the server.
         is_own = not os.environ.get(TRACKING_URI)
-        location = f"mlflow-artifacts:/{EXPERIMENT}" if is_own else None
+        location = ARTIFACTS if is_own else None
         self.experiment = (
             experiment.experiment_id
             if experiment

@@ -33,7 +33,7 @@ from flows.execution import fork_server, needs
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
-from flows.report import diagnosis, summary
+from flows.report import diagnosis, run_pages, summary
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput
@@ -301,6 +301,12 @@ def of_id(artifact: str) -> ArtifactFilter:
     return ArtifactFilter.model_validate({"id": {"any_": [artifact]}})
 
 
+def listed_state(project: Path) -> str:
+    """The state of the only run in the list of all runs."""
+    [row] = run_pages.rows(project / ".rondo")
+    return row.state
+
+
 def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_run(
     project: Path, prefect: SyncPrefectClient
 ) -> None:
@@ -308,6 +314,7 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     run = submit(prefect, rlhf_pipeline, settings=settings)
     suspended = execute(prefect, rlhf_pipeline, run)
     assert suspended.name == "Suspended"
+    assert listed_state(project) == "waits for a decision at gate_sft@r0"
     days_to_decide = suspended.state_details.pause_timeout - datetime.now(UTC)
     assert timedelta(days=6) < days_to_decide < timedelta(days=7)
 
@@ -351,6 +358,7 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     assert all(artifact.key == key for key, artifact in artifacts.items())
     prefect.resume_flow_run(run.id, {"decision": "approve", "by": "Bo", "reason": "enough"})
     assert execute(prefect, rlhf_pipeline, run).name == "Completed"
+    assert listed_state(project) == "completed"
     assert json.loads((project / "approvals/r0/sft.json").read_text())["by"] == "Bo"
 
 
@@ -391,6 +399,12 @@ def test_a_run_that_a_gate_stopped_shows_no_number_of_the_committed_run(
     page = (workspace / "reports/report.html").read_text()
     assert f"rondo run --continue {workspace.name}" in page and "seed 5" in page
     assert "0.26 -&gt; 0.70" not in page
+    assert listed_state(finished_project) == "GateFailed at gate_sft@r0"
+    [row] = run_pages.rows(finished_project / ".rondo")
+    assert [how for *_, how in row.gates] == ["failed", "not reached", "not reached"]
+    assert row.win_rate == "-" and {"seed=5", "gates.sft.loss_drop=0.9"} <= {*row.record.changes}
+    kept = finished_project / f".rondo/reports/{workspace.name}/report.html"
+    assert kept.read_text() == page  # it stays when the workspace is removed
 
     assert "0.26 -> 0.70" in summary.text(["r0"], current_locks())
 

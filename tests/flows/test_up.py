@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +23,7 @@ from pydantic import SecretStr
 from flows.core.services import is_up, last_servers
 from flows.orchestration import notifications
 from flows.orchestration.artifacts import picture_markdown
+from flows.report import run_pages
 from flows.report.line_charts import Curve, lines
 from tests.browser import Ui, look_at_the_report, open_page
 from tests.flows import attacks
@@ -74,6 +76,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         printed = read_until(server, "Ctrl-C")
         assert "notifications: block `rondo` (Custom Webhook)" in printed
         api, [link] = prefect_api(project), re.findall(r"http://\S+#\S+:\S+", printed)
+        assert re.search(r"MLflow +http://\S+/#/experiments/\d+/runs\?workflowType=", printed)
         second = rondo(project, "up", **environment)
         assert second.returncode == 2
         assert "already runs in this folder" in second.stderr
@@ -111,6 +114,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         until(lambda: not of_project(project, "stage.py"))
         a_killed_run(project, api, environment, receiver)
         until(lambda: request(f"{api}/flow_runs/{sleeping}")["state_type"] == "CANCELLED")
+        assert "cancelled at sft@r0" in rondo(project, "status", **environment).stdout
         states = sorted(
             request(f"{api}/flow_run_states/?flow_run_id={sleeping}"),
             key=lambda state: state["timestamp"],
@@ -195,7 +199,19 @@ def its_artifacts(api: str, flow_run: str) -> None:
     run, query = link[1].split("?") if link else ("", "")
     assert re.search(r"/#/experiments/\d+/runs/\w+$", run)
     assert query == "workflowType=machine_learning"
-    assert f"{run}/artifacts/report.html?{query}" in by_key["report"][1]
+    address = (
+        rf"\(({last_servers().prefect}/rondo/report/\d{{8}}-\d{{6}}-{flow_run[:8]}/report.html)\)"
+    )
+    report = re.search(address, by_key["report"][1])
+    assert report and page_status(report[1]) == 401  # a browser logs in first
+
+
+def page_status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def services_that_end(server: subprocess.Popen[str], mlflow: str) -> None:
@@ -288,6 +304,7 @@ def pages_of_a_run(project: Path, ui: Ui, run: str) -> None:
         "gate-sft-r0": "loss_before",
     }
     ui.look_at_artifacts(run, shown)
+    ui.look_at_all_runs("completed")
     chart = lines("KL", [Curve("r0", "training", [1, 2], [0.5, 0.6])], ["r0"], ("update", "nats"))
     ui.look_at_a_picture(picture_markdown(chart))
     [folder] = (project / ".rondo/workspaces").iterdir()
@@ -311,6 +328,8 @@ def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver:
     until(lambda: not of_project(project, "stage.py"))
     receiver.wait_for("Crashed\nits process ended", known)
     assert request(f"{api}/flow_runs/{known}")["state_name"] == "Crashed"
+    [row] = [row for row in run_pages.rows(project / ".rondo") if row.record.flow_run == known]
+    assert row.state == "interrupted at sft@r0"
 
 
 def what_a_person_left(project: Path, api: str) -> None:

@@ -17,6 +17,7 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
 from tests.flows.report.reading import Page
 
+RONDO = "name = 'rondo'"
 SETTINGS = {"evaluate.tie_margin": 0.05, "seed": 0, "ppo.temperature": 1.0}
 # judge score of the policy, by prompt and sample
 BEFORE = {"p1": (0.1, 0.2), "p2": (0.4, 0.4), "p3": (0.0, 0.0)}
@@ -38,9 +39,10 @@ def record(
     run: str,
     sentiments: dict[str, tuple[float, ...]],
     kl_coef: float,
-    **settings: float,
+    round_: str = "r0",
+    **settings: float | str,
 ) -> None:
-    folder = stage_dir("r0", "evaluate")
+    folder = stage_dir(round_, "evaluate")
     write_json(folder / "metrics.json", {"win_rate": 0.8, "ppo": {"kl": 6.0}})
     write_json(folder / "manifest.json", {"evaluation": SETTINGS | settings})
     write_jsonl(
@@ -59,13 +61,13 @@ def record(
     )
     lock = {
         name: {"params": {"params.yaml": {"ppo.kl_coef": kl_coef, "seed": 0}}}
-        for name in ("ppo@r0", "evaluate@r0")
+        for name in (f"ppo@{round_}", f"evaluate@{round_}")
     }
     Path("dvc.lock").write_text(yaml.safe_dump({"stages": lock}))
     tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": "c0ffee"}, print)
     tracker.begin()
     for stage in ("ppo", "evaluate"):
-        tracker.start(f"{stage}@r0", Meter())
+        tracker.start(f"{stage}@{round_}", Meter())
         tracker.finish("ran")
     tracker.close("FINISHED", {"summary.md": "the table"})
 
@@ -108,8 +110,9 @@ def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
         *("p1-0:", "p1-1:", "p3-0:")
     ]
     assert lines[start + 10] == "All samples side by side: reports/compare.html"
-    page = "http://127.0.0.1:5000/#/compare-runs?runs=["
-    assert f"the same numbers in MLflow: {page}" in lines[-2]
+    page = "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22"  # ["
+    assert f"the same numbers in MLflow (after `rondo up`): {page}" in lines[-2]
+    assert not {*'"[]'} & {*lines[-2]} and not {*'"[]'} & {*lines[-1]}
     # a database of the user's, which `rondo up` does not serve
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
     assert " in MLflow: " not in compare(capsys, "one", "two-after:r0")[1]
@@ -152,6 +155,24 @@ def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_ru
     assert curves["compareRunsMode"] == ["CHART"]
 
 
+def test_the_curves_of_two_rounds_of_a_run_are_those_of_its_stages(
+    database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pipeline run, the curves of the rounds have different names."""
+    record(database, "one", BEFORE, 0.11)
+    record(database, "one", AFTER, 0.11, round_="r1")
+    record(database, "two", BEFORE, 0.11)
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    assert compare(capsys, "one:r0", "one:r1", "--open")[0] == 0
+    curves = parse_qs(opened[1].partition("?")[2])
+    client = MlflowClient(database)
+    [experiment] = [one.experiment_id for one in client.search_experiments(filter_string=RONDO)]
+    runs = client.search_runs([experiment], curves["searchFilter"][0])
+    tags = {(run.data.tags["rondo.run"], run.data.tags["rondo.address"]) for run in runs}
+    assert tags == {("one", "ppo@r0"), ("one", "ppo@r1")}
+
+
 def test_runs_that_cannot_be_compared_are_an_error_with_the_reason(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,9 +189,14 @@ def test_runs_that_cannot_be_compared_are_an_error_with_the_reason(
         "(ppo.temperature 1.0 and 0.7)"
         in error
     )
-    assert "o: several runs match; there are one-warm, one" in compare(capsys, "o", "one")[2]
+    record(database, "one-long", BEFORE, 0.11, **{"evaluation_hash": f"{'c0ffee' * 10}1234"})
+    code, _, error = compare(capsys, "one", "one-long")
+    assert "(evaluation_hash None and c0ffeec0)" in error
     assert (
-        "two: no such run with an evaluation; there are one-warm, one"
+        "o: several runs match; there are one-long, one-warm, one" in compare(capsys, "o", "one")[2]
+    )
+    assert (
+        "two: no such run with an evaluation; there are one-long, one-warm, one"
         in compare(capsys, "one", "two")[2]
     )
     assert "one:r1: run one evaluated r0" in compare(capsys, "one:r1", "one")[2]

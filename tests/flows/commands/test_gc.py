@@ -3,6 +3,7 @@
 import os
 from contextlib import chdir, suppress
 from pathlib import Path
+from time import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from flows.core.run_locks import hold_run_lock
 from flows.execution import dvc_stages
 from flows.execution.dvc_stages import open_repo
 from flows.execution.worktree import working_tree, workspace
+from flows.report.run_record import RunRecord, pages, read_all, save
 from stages.lib.core.files import write_text
 from tests.flows.ages import age
 
@@ -35,12 +37,29 @@ def test_old_folders_and_resume_states_are_removed(
     for state, days in zip(states, (8, 6), strict=True):
         write_text(state, "x" * 3_000_000)
         age(state, days)
+    for name, days in (("old", 8), ("recent", 6)):
+        write_text(home / f"reports/{name}/report.html", "x" * 4_000_000)
+        record = RunRecord(
+            run=name,
+            named_preset="keep",
+            preset="default",
+            changes=[],
+            isolated=False,
+            flow_run=name,
+            team="",
+            started=0.0,
+            updated=time() - days * 24 * 3600,
+        )
+        save(home, record)
     capsys.readouterr()
 
     assert cli.exit_code(["gc"]) == 0
-    barred, *_, old, removed_states = capsys.readouterr().out.splitlines()
+    barred, *_, old, reports, removed_states = capsys.readouterr().out.splitlines()
     assert barred.startswith(f"{folders / 'barred'} stays, since its results cannot be committed")
     assert old.startswith("2.") and old.endswith("old; the branch runs/old stays")
+    assert reports == "4.0 MB: 1 report pages of runs; MLflow keeps report.html"
+    assert [one.run for one in read_all(home)] == ["recent", "old"]  # both stay in the list
+    assert [*pages(home / "reports/old")] == [] and [*pages(home / "reports/recent")]
     assert removed_states.startswith("3.0 MB: 1 resume states")
     assert sorted(path.name for path in folders.iterdir()) == ["barred", "new"]
     assert [state.parent.exists() for state in states] == [False, True]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.status import progress, running_stage, state
+from flows.commands.status import running_stage, state
 from flows.execution.dvc_stages import RWLOCK
+from flows.report.run_pages import progress
 from stages.lib.core.files import stage_dir, write_text
 
 

@@ -70,6 +70,16 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     assert changed.stdout == ""
 
 
+def test_settings_and_results_of_a_run_do_not_make_its_commit_dirty(project: Path) -> None:
+    commit = git("rev-parse", "HEAD")
+    with workspace("one", project / ".rondo", print):
+        config.write_params(config.resolve(settings=["seed=4"]))
+        dvc_stages.run("inputs", print)
+        assert revision() == commit
+        Path("stage.py").write_text("another program")
+        assert revision() == f"{commit}-dirty"
+
+
 def test_results_are_pushed_to_the_remotes_of_git_and_dvc(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
