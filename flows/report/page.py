@@ -11,10 +11,19 @@ from markupsafe import Markup
 from flows.core.bookkeeping import bookkeeping
 from flows.core.git import revision
 from flows.core.locks import Locks, is_here
-from flows.core.services import WORKFLOW, LogLine, mlflow_pages
+from flows.core.services import LogLine
 from flows.core.tables import format_number, short_hash
 from flows.execution.worktree import run_of_folder
-from flows.report import badcases, charts, cost, diagnosis, round_files, samples, summary
+from flows.report import (
+    badcases,
+    charts,
+    cost,
+    diagnosis,
+    round_files,
+    run_pages,
+    samples,
+    summary,
+)
 from flows.report.charts import Chart, Look
 from flows.report.lineage import origins
 from flows.report.pictures import PICTURES
@@ -113,8 +122,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         badcases_found=any(result.metrics["replay"].get("badcases") for result in results),
         costs={result.name: cost.cost_rows(result) for result in results},
         origins=origins(rounds, locks),
-        mlflow=mlflow_pages(),
-        workflow=WORKFLOW,
+        pages=run_pages.addresses_here(),
     )
 
 
