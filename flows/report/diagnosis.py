@@ -141,7 +141,7 @@ def answer(round_: str, locks: Locks) -> Answer:
     if faults:
         title = title_of(faults)
     elif missing:
-        title = f"has not reached the {missing} gate"
+        title = f"not finished: the {missing} gate was not reached"
     else:
         title = "no gate stopped the run" if notes else "all gates passed"
     next_step, command = next_steps(round_, faults, not missing)

@@ -106,7 +106,7 @@ ROWS = (
     ),
     Row(
         "Policy",
-        "policy selected; health of its training",
+        "policy selected; health",
         "update {ppo.policy_update} of {ppo.updates}; {ppo.health}",
     ),
     Row("Policy", "selected policy scaled by", "{ppo.policy_scale:.2f}"),

@@ -170,7 +170,7 @@ def a_run_from_the_form(project: Path, api: str) -> str:
     names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
     assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
     assert "seed: 3" in (project / "params.yaml").read_text()
-    assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
+    assert "the reward gate was not reached" in (project / "reports/report.html").read_text()
     its_artifacts(api, made["id"])
     with pytest.raises(urllib.error.HTTPError, match="409"):  # the form shows why
         wrong = {"parameters": {"rounds": -1}}

@@ -13,7 +13,7 @@ REWARD = (
         "agree on only 0.7 of the pairs, so the presets for hh-rlhf set 0.6.",
         "it ranks too many pairs wrongly",
         "Look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
-        "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "pairs or epochs (reward.num_train_epochs)",
         change=("reward.num_train_epochs", 2),
         default=0.8,
         ge=0,
@@ -28,7 +28,7 @@ REWARD = (
         "Mean score of chosen minus rejected texts, in log-odds. A margin of 0.5 is a confidence "
         "of 62%. With a smaller margin, PPO's advantages are mostly noise.",
         "chosen and rejected texts have nearly the same score",
-        "Raise reward.num_train_epochs, reward.continue_epochs or reward.learning_rate",
+        "Raise reward.num_train_epochs or reward.learning_rate",
         change=("reward.num_train_epochs", 2),
         default=0.5,
         description="Smallest mean margin chosen - rejected on held-out pairs.",
@@ -55,7 +55,7 @@ REWARD = (
         "than word counts has learnt single words only.",
         "word counts are as accurate as it is",
         "Look for label shortcuts in reports/{round}/data.html. Add pairs or epochs "
-        "(reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "(reward.num_train_epochs)",
         change=("reward.num_train_epochs", 2),
     ),
     Threshold(
@@ -69,8 +69,7 @@ REWARD = (
         "nothing.",
         "the primary judge does not prefer what people prefer in your pairs",
         "Put a judge that fits your task first in evaluate.judges. For `apart`, raise "
-        "reward.judge_share, or add pairs or epochs (reward.num_train_epochs, in later rounds "
-        "reward.continue_epochs)",
+        "reward.judge_share, or add pairs or epochs (reward.num_train_epochs)",
         default=0.5,
         ge=0,
         le=1,
@@ -88,9 +87,8 @@ REWARD = (
         "more than 0.1, the pairs are too few or their labels are wrong.",
         "the primary judge, which does not learn from your pairs, ranks them better: there are "
         "too few pairs, or the labels are noisy",
-        "Add pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs). "
-        "Or add the judge to PPO's reward (ppo.rewards), and evaluate with another one "
-        "(evaluate.judges)",
+        "Add pairs or epochs (reward.num_train_epochs). Or add the judge to PPO's reward "
+        "(ppo.rewards), and evaluate with another one (evaluate.judges)",
         change=("reward.num_train_epochs", 2),
         default=-0.1,
         description="Smallest lead of accuracy over the primary judge's; negative: it may be "

@@ -12,10 +12,8 @@ SFT = (
         "is a third of the drop on the default run (0.6). A smaller drop can be noise, because the "
         "texts are few, or the learning rate is too low.",
         "it learnt too little",
-        "Raise sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, "
-        "or add demonstrations; rounds/{round}/sft/curves.csv shows how far the loss fell. If it "
-        "has risen, lower them; if the base model knows such texts already, the loss cannot "
-        "fall: lower gates.sft.loss_drop",
+        "Raise sft.num_train_epochs or sft.learning_rate, or add demonstrations. If the base model "
+        "knows such texts already, the loss cannot fall: lower gates.sft.loss_drop",
         change=("sft.num_train_epochs", 2),
         below_zero=("its loss on held-out demonstrations rose", ("sft.learning_rate", 0.5)),
         default=0.2,

@@ -125,7 +125,7 @@ def check_status(project: Path) -> None:
     lines = dict(rows)
     assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
     assert lines["sft"] == "runs: step 3, loss 0.333"
-    assert lines["r0:"] == "has not reached the sft gate"
+    assert lines["r0:"] == "not finished: the sft gate was not reached"
 
 
 def test_ctrl_c_ends_a_run_while_prefect_starts(

@@ -112,7 +112,7 @@ def test_what_a_person_approved_is_no_fault() -> None:
     approval = {"approved": True, "by": "Ada", "reason": "seen by hand", "failed": {}}
     write_verdict("r0", "sft", ACCURACY, policy="ask", approval=approval)
     assert line() == (
-        "r0: has not reached the reward gate. sft gate: approved by Ada: seen by hand"
+        "r0: not finished: the reward gate was not reached. sft gate: approved by Ada: seen by hand"
     )
     assert not diagnosis.gates_failed(["r0"], LOCKS)
     refusal = approval | {"approved": False}
@@ -122,7 +122,7 @@ def test_what_a_person_approved_is_no_fault() -> None:
 
 def test_a_verdict_about_other_numbers_does_not_count() -> None:
     write_verdict("r0", "sft", ACCURACY | {"value": 0.6})
-    assert line() == "r0: has not reached the sft gate"
+    assert line() == "r0: not finished: the sft gate was not reached"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_first_round_that_is_not_complete_decides() -> None:
     assert diagnosis.deciding_round(["r0", "r1", "r2"], LOCKS) == "r2"
     assert diagnosis.headline(["r0", "r1"], LOCKS) == "r1: all gates passed"
     Path("reports/r0/gate_promote.json").unlink()
-    assert diagnosis.headline(["r0", "r1"], LOCKS) == "r0: has not reached the promote gate"
+    assert diagnosis.headline(["r0", "r1"], LOCKS) == "r0: not finished: the promote gate was not reached"
 
 
 @pytest.mark.parametrize(
