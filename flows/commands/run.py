@@ -23,7 +23,7 @@ from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
 from flows.execution.history import resolve_run
 from flows.execution.worktree import check_committed, folder_of_run
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import BadInput, GateFailed, RondoError
 from stages.lib.core.progress import progress, reporting
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed() or state.name == outcomes.GATES_FAILED:
         return 0
+    if state.name == outcomes.GATE_FAILED:  # the log has its numbers
+        raise GateFailed(str(state.message).partition("\n")[0])
     error = state.result(raise_on_failure=False)
     if isinstance(error, RondoError):
         raise error

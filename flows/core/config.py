@@ -8,6 +8,7 @@ of the run change params.yaml.
 
 import io
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -180,7 +181,7 @@ def options_of(params: Params) -> list[str]:
     and what differs.
     """
     preset, changes = nearest_preset(params)
-    settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes)
+    settings = (f"{key}={_yaml_text(value)}" for key, value in changes)
     options = ["--preset", preset, "--rounds", str(len(params.rounds))]
     return [*options, *(word for setting in settings for word in ("--set", setting))]
 
@@ -199,6 +200,12 @@ def nearest_preset(params: Params, named: str = KEEP) -> tuple[str, list[tuple[s
         choices.append((len(changes), name != DEFAULT, name, changes))
     _, _, preset, changes = min(choices)
     return preset, changes
+
+
+def _yaml_text(value: Any) -> str:
+    """A value as YAML in one line; a text without quotes if it is read as the same text."""
+    plain = isinstance(value, str) and re.fullmatch(r"[a-z][\w/.-]*", value)
+    return value if plain and parse_yaml(value) == value else json.dumps(value, ensure_ascii=False)
 
 
 def _settings(

@@ -239,9 +239,11 @@ def certainty_of(check: Metrics | None, round_: str, locks: Locks) -> str:
         return "There is no number"
     counted, ends = count_of(check, round_, locks), interval_of(check, round_, locks)
     if ends is None:
+        value, limit = check["value"], check["limit"]
+        far = abs(abs(value) - abs(limit)) > max(abs(value), abs(limit)) / 2
         return (
-            f"One number{counted}, without an interval: the same run with another seed "
-            "(`--set seed=1`) shows its noise"
+            f"{'Far from' if far else 'Close to'} its threshold, but one number{counted} without "
+            "an interval: the same run with another seed (`--set seed=1`) shows its noise"
         )
     mean, low, high = ends
     shown = f"{interval(mean, low, high)}, 95% interval{counted}"

@@ -1,12 +1,13 @@
 """reports/report.html: each round's verdict and next step, then the numbers behind it."""
 
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from flows.core.bookkeeping import bookkeeping
 from flows.core.git import revision
@@ -99,6 +100,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
             "number": format_number,
             "short": short_hash,
             "sentence": sentence,
+            "code": code,
         },
         stages=round_files.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -139,6 +141,11 @@ def texts(round_: str) -> dict[str, str]:
 def sentence(text: str) -> str:
     """The text with a capital, and a full stop if it has none."""
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?')) else '.'}" if text else ""
+
+
+def code(text: str) -> Markup:
+    """The text with `commands and keys` as HTML's <code>."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def made_with(rounds: Sequence[str], locks: Locks) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""All samples of an evaluation: which of them won, lost or exploit the reward model, and the words
-in which two responses differ.
+"""All samples of a round: which of them won, lost or exploit the reward model, and the words in
+which two responses differ. Of a round without an evaluation, SFT's samples beside the base model's.
 """
 
 import html
@@ -15,12 +15,13 @@ from markupsafe import Markup
 from flows.core.locks import Locks
 from flows.core.tables import format_number
 from flows.report import browse, round_files, summary
-from stages.lib.core.files import REPORTS, file_hash, json_hash
+from stages.lib.core.files import REPORTS, file_hash, json_hash, read_jsonl
 from stages.lib.core.rows import EvaluationSample, read_rows
 from stages.lib.core.types import Prompt
 
 MODELS = {"base": "base", "sft": "SFT", "ppo": "policy", "champion": "champion"}
 COMPARED = (MODELS["sft"], MODELS["ppo"])
+COMPARED_OF_SFT = (MODELS["base"], MODELS["sft"])
 NUMBERS = ("judge_score", "score", "kl", "length")  # of a response; the end of their keys
 OUTCOMES = {1.0: "won", 0.5: "tied", 0.0: "lost"}
 EXPLOIT = "exploit"  # the reward model's score rose from SFT to the policy, the judge's score fell
@@ -31,6 +32,9 @@ CHOICES = {
         {name: f"{name} against champion" for name in OUTCOMES.values()},
     ),
     "sign": ("sign of trouble", {EXPLOIT: "reward up, judge down"}),
+}
+CHOICES_OF_SFT = {
+    "show": ("SFT against base", {name: f"{name} against base" for name in OUTCOMES.values()})
 }
 SORTS = {
     "judge": "judge's gain, least first",
@@ -80,8 +84,8 @@ class SampleView:
     numbers: dict[str, float]
 
 
-def samples_file(round_: str, locks: Locks) -> Path | None:
-    return round_files.result_file(round_, "evaluate", "samples.jsonl", locks)
+def samples_file(round_: str, locks: Locks, stage: str = "evaluate") -> Path | None:
+    return round_files.result_file(round_, stage, "samples.jsonl", locks)
 
 
 def read_samples(round_: str, locks: Locks) -> list[EvaluationSample]:
@@ -98,7 +102,8 @@ def write(round_: str, locks: Locks) -> None:
     """Write the page of a round's samples, unless it is up to date; remove it if they are not in
     this folder.
     """
-    page, file = path_of(round_), samples_file(round_, locks)
+    page = path_of(round_)
+    file = samples_file(round_, locks) or samples_file(round_, locks, "sft")
     if file is None:
         page.unlink(missing_ok=True)
     elif not (page.exists() and page.read_bytes().endswith(made_of(file).encode())):
@@ -113,6 +118,19 @@ def made_of(samples: Path) -> str:
 
 
 def render_round(round_: str, locks: Locks) -> str:
+    sft = samples_file(round_, locks, "sft")
+    if sft and not samples_file(round_, locks):
+        return render_samples(
+            f"Samples of SFT in round {round_}",
+            "The responses of SFT and of the base model, before there is a policy.",
+            [
+                view_of_sft(row, number)
+                for number, row in enumerate(read_jsonl(sft, round_files.restore(sft)))
+            ],
+            COMPARED_OF_SFT,
+            CHOICES_OF_SFT,
+            "../report.html",
+        )
     return render_samples(
         f"Samples of round {round_}",
         "The responses of all models to all prompts of the evaluation.",
@@ -157,6 +175,19 @@ def view(row: EvaluationSample) -> SampleView:
             kl=row.get("ppo_kl"),
             length=row.get("ppo_length"),
         ),
+    )
+
+
+def view_of_sft(row: Mapping[str, Any], number: int) -> SampleView:
+    """A row of rounds/<round>/sft/samples.jsonl."""
+    outcome = row.get("outcome")  # by the primary judge
+    columns = [(MODELS[model], row, model) for model in ("base", "sft")]
+    return SampleView(
+        id=f"{row['id']}-{number}",
+        prompt=row["prompt"],
+        responses=side_by_side(columns, COMPARED_OF_SFT),
+        facts={"show": OUTCOMES[outcome]} if outcome in OUTCOMES else {},
+        numbers={},
     )
 
 

@@ -187,7 +187,8 @@ def test_the_first_round_that_is_not_complete_decides() -> None:
     assert diagnosis.deciding_round(["r0", "r1", "r2"], LOCKS) == "r2"
     assert diagnosis.headline(["r0", "r1"], LOCKS) == "r1: all gates passed"
     Path("reports/r0/gate_promote.json").unlink()
-    assert diagnosis.headline(["r0", "r1"], LOCKS) == "r0: not finished: the promote gate was not reached"
+    unfinished = "r0: not finished: the promote gate was not reached"
+    assert diagnosis.headline(["r0", "r1"], LOCKS) == unfinished
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,12 @@ def test_how_sure_other_answers_are() -> None:
     write_verdict("r0", "reward", failed_check("reward.ece", 0.5, "<= 0.1"))
     write_metrics("r0", reward=VALUES["reward"] | {"ece": 0.5})
     assert diagnosis.answer("r0", LOCKS).certainty == (
-        "One number on 308 held-out pairs, without an interval: the same run with another seed "
-        "(`--set seed=1`) shows its noise"
+        "Far from its threshold, but one number on 308 held-out pairs without an interval: the "
+        "same run with another seed (`--set seed=1`) shows its noise"
     )
+    write_verdict("r0", "reward", failed_check("reward.ece", 0.15, "<= 0.1"))
+    write_metrics("r0", reward=VALUES["reward"] | {"ece": 0.15})
+    assert diagnosis.answer("r0", LOCKS).certainty.startswith("Close to its threshold")
     jury = {"jury": {"alone": {"lexicon": {}, "fluency": {}}}}
     write_metrics("r0", evaluate=VALUES["evaluate"] | jury)
     write_gates("r0", {}, "block")
@@ -330,10 +334,17 @@ def test_a_policy_that_went_on_from_the_champion_had_more_updates(start: str, ca
 
 
 def test_the_options_of_a_run_give_its_params() -> None:
-    params = resolve("tiny", 2, ["algorithm=dpo", "ppo.rewards=[]", "sft.lora.r=4"])
+    changed = ["algorithm=dpo", "sft.max_steps=5", "battery.endings=['no', true1]", "seed=7"]
+    params = resolve("tiny", 2, changed)
     options = options_of(params)
     assert options[:4] == ["--preset", "tiny", "--rounds", "2"]
     settings = [word for word in options[4:] if word != "--set"]
+    assert sorted(settings) == [
+        "algorithm=dpo",
+        'battery.endings=["no", "true1"]',
+        "seed=7",
+        "sft.max_steps=5",
+    ]
     assert resolve("tiny", 2, settings) == params
     write_text(
         Path("params.yaml"), json.dumps(Params().model_dump(mode="json"), ensure_ascii=False)

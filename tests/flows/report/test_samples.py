@@ -65,6 +65,24 @@ def test_a_round_without_samples_has_no_page(path: Path) -> None:
     assert not path.exists()
 
 
+def test_before_an_evaluation_the_page_has_the_samples_of_sft(path: Path) -> None:
+    """Who has to mend SFT reads its texts."""
+    evaluated = stage_dir("r0", "evaluate") / "samples.jsonl"
+    evaluated.unlink()
+    texts = {"base": "It is", "sft": EVIL}
+    rows = [{"id": "q", "prompt": "How?", **texts, "outcome": outcome} for outcome in (0.0, 1.0)]
+    write_jsonl(stage_dir("r0", "sft") / "samples.jsonl", [*rows, rows[0] | {"outcome": None}])
+    samples.write("r0", all_ran("r0"))
+    html = Page(path.read_text())
+    visible = " ".join(html.words)
+    assert html.open_tags == [] and html.words.count(EVIL.split(" ")[0]) == 0
+    assert "q-0 lost against base" in visible and "q-1 won against base" in visible
+    assert "q-2 How?" in " ".join(visible.split()) and "<img" not in path.read_text()
+    write_jsonl(evaluated, ROWS)
+    samples.write("r0", all_ran("r0"))
+    assert "lost against SFT" in path.read_text()
+
+
 def test_a_page_is_made_again_only_of_other_samples(path: Path) -> None:
     """Those of 30 ended rounds would take half a minute each time."""
     written = path.stat().st_ino  # a new file has another number
