@@ -39,7 +39,7 @@ def test_values_at_the_pointer_zoom_and_the_choice_of_rounds(project: Path) -> N
         expect(tip).to_contain_text("training")
         lines = kl.locator(".mark-line path")
         expect(lines).to_have_count(2)
-        shown.get_by_role("checkbox", name="r0").uncheck()
+        shown.locator("input[value=r0]").uncheck()
         expect(lines).to_have_count(1)
         shown.mouse.wheel(0, 10)  # scrolls the page
         kl.scroll_into_view_if_needed()
