@@ -111,7 +111,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         others=[diagnosis.answer(name, locks) for name in names if name != decided],
         texts=texts(decided) if decided else {},
         run=run_of_folder(),
-        complete=all(map(is_here, locks.values())),
+        complete=all(is_here(lock) for result in results for lock in result.locks.values()),
         table=summary.rows(names, locks),
         notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
         charts=charts_by_stage,
