@@ -48,8 +48,10 @@ def text(home: Path) -> str:
     recorded = [ABOUT_RECORDED] if any(RECORDED in states for states in by_stage.values()) else []
     table_text, verdict_lines = tables.render_text(table), diagnosis.verdict_lines(rounds, locks)
     lines = [table_text, *recorded, *of_ended, *verdict_lines]
-    lines += ["All numbers: `rondo report`; in the browser: `rondo up`.", run_pages.text(home)]
-    return "\n".join(filter(None, lines))
+    lines += ["All numbers: `rondo report`; in the browser: `rondo up`."]
+    width = tables.terminal_width()
+    shown = [tables.filled(line, width) for line in lines[1:] if line]
+    return "\n".join(filter(None, [table_text, *shown, run_pages.text(home)]))
 
 
 def state(address: str, current: str | None, todo: set[str], locks: Locks) -> str:

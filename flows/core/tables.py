@@ -1,5 +1,6 @@
 """Numbers as text: intervals, tables, short hashes."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from rich.table import Column, Table
 
 WIDE = 10_000  # columns; more than any table has
 PADDING = (0, 1, 0, 0)  # of a cell: one space on its right
+NO_BREAK = "\N{NO-BREAK SPACE}"
 CUT = 10  # columns; a text that may be cut keeps at least these
 
 
@@ -67,10 +69,16 @@ def shortened(line: str, width: int | None) -> str:
 
 
 def filled(text: str, width: int | None) -> str:
-    """A text whose lines break between words, for a terminal of this width; None: in one line."""
+    """A text whose lines break between words, but not in `commands`, which stay whole to be copied.
+
+    Args:
+        width: of the terminal; None: all in one line.
+    """
     if width is None:
         return text
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", NO_BREAK), text)
+    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace(NO_BREAK, " ")
 
 
 def fitted_text(table: Table, width: int | None, keep: int) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flows.core.locks import Locks
 from flows.core.services import HOME
-from flows.core.tables import render_text
+from flows.core.tables import filled, fitted_text, render_text, terminal_width
 from flows.report.diagnosis import EQUAL_KL, verdict_lines
 from flows.report.round_files import STAGES, read_manifest, read_metrics, restore, settings_of
 from stages.evaluate.comparability import differences
@@ -30,6 +30,7 @@ NEXT = "More: `rondo report` (charts and texts), `rondo up` (all runs in the bro
 NOT_COMPARABLE = "†"  # marks a row of another evaluation than the first, †† of a third one
 BETTER, WORSE = "better", "worse"  # than the round before
 ENDS = ("_low", "_high")  # of an interval
+TITLE_WIDTH, ROUND_WIDTH = 34, 22  # columns of a terminal, at least
 
 
 class Row(NamedTuple):
@@ -371,7 +372,7 @@ def table(rounds: list[str], locks: Locks, markdown: bool = False) -> Table:
     """The rows with one column per round."""
     rich_table = Table(box=MARKDOWN if markdown else SIMPLE_HEAD)
     for column in ("", *rounds):
-        rich_table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        rich_table.add_column(column, justify="right" if column else "left", no_wrap=markdown)
     for row in rows(rounds, locks):
         rich_table.add_row(row.title, *(cell.text for cell in row.cells))
     return rich_table
@@ -421,10 +422,17 @@ def markdown(rounds: list[str], locks: Locks) -> str:
 
 
 def text(rounds: list[str], locks: Locks) -> str:
-    """The table for a terminal, and below it the answers, where a reader looks first."""
-    notes = [*not_comparable(rounds, locks), *judge_lines(rounds, locks)]
-    answers = ["", *verdict_lines(rounds, locks), NEXT]
-    return "\n".join([render_text(table(rounds, locks)), "", *notes, *answers])
+    """The table for a terminal, and below it the answers, where a reader looks first.
+
+    A narrow terminal gets the newest rounds that fit.
+    """
+    width = terminal_width()
+    fitting = len(rounds) if width is None else max(1, (width - TITLE_WIDTH) // ROUND_WIDTH)
+    shown = fitted_text(table(rounds[-fitting:], locks), width, keep=2)
+    earlier = [f"Earlier rounds: {SUMMARY}"] if fitting < len(rounds) else []
+    notes = [*earlier, *not_comparable(rounds, locks), *judge_lines(rounds, locks)]
+    lines = [*notes, *verdict_lines(rounds, locks), NEXT]
+    return "\n".join([shown, "", *(filled(line, width) for line in lines)])
 
 
 def write(rounds: list[str], locks: Locks) -> None:

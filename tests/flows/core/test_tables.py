@@ -9,7 +9,7 @@ import pytest
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.tables import column_widths, fitted_text, render_text
+from flows.core.tables import column_widths, filled, fitted_text, render_text
 
 HEADER = ("run", "policy", "win rate against SFT [95%]", "KL, nats per token", "judge score", "git")
 ROW = ("20261129-214513-0123abcd", "checkpoints/step_00009", "0.864 [0.818, 0.906]", "0.55")
@@ -86,3 +86,14 @@ def test_a_terminal_is_as_wide_as_it_is(columns: int) -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+def test_a_command_is_in_one_line_to_be_copied() -> None:
+    text = "It learnt too little. Try first: `rondo run --set sft.max_steps=8`. Also at fault: PPO"
+    assert filled(text, 30).splitlines() == [
+        "It learnt too little. Try",
+        "first:",
+        "`rondo run --set sft.max_steps=8`.",
+        "Also at fault: PPO",
+    ]
+    assert filled(text, None) == text
