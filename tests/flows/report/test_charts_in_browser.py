@@ -29,6 +29,9 @@ def test_values_at_the_pointer_zoom_and_the_choice_of_rounds(project: Path) -> N
         if not shown:
             return
         look_at_the_report(shown, report, "Curves")
+        copy = shown.locator(".copy button").first
+        copy.click()
+        expect(copy).to_have_text("copied")
         rates, kl, _ = shown.locator(".plot").all()
         expect(rates.locator("text", has_text="quoted")).to_have_count(1)
 
