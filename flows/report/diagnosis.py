@@ -218,8 +218,16 @@ def next_steps(round_: str, faults: Sequence[Fault], complete: bool) -> tuple[st
     start = ["rondo", "run", *(["--isolated", *options_of(settings_of(round_))] if run else [])]
     again = ["--rerun", round_] if has_ended(round_) else []
     if first.setting:
-        return "Try first", shlex.join([*start, *again, "--set", first.setting])
+        return change_of(first.setting, round_), shlex.join(
+            [*start, *again, "--set", first.setting]
+        )
     return f"{first.advice}. Then run again", shlex.join([*start, *again])
+
+
+def change_of(setting: str, round_: str) -> str:
+    """A setting as a change of the round's own value: `Try sft.max_steps 8 instead of 4`."""
+    key, _, value = setting.partition("=")
+    return f"Try {key} {value} instead of {look_up(settings_of(round_).model_dump(), key)}"
 
 
 def certainty_of(check: Metrics | None, round_: str, locks: Locks) -> str:

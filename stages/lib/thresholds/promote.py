@@ -96,7 +96,7 @@ PROMOTE = (
         "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
         "<=",
         "repetition_rise",
-        "repeated 3-grams: policy less SFT",
+        "repeated 3-grams: policy minus SFT",
         "Share of 3-grams that occurred earlier in the same text: the policy's minus SFT's.",
         "its policy's texts repeat themselves",
         "See rounds/{round}/evaluate/samples.jsonl. Raise ppo.kl_coef, or lower "
@@ -110,7 +110,7 @@ PROMOTE = (
         "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
         "<=",
         "eos_fall",
-        "responses that end: SFT less policy",
+        "share of texts that end: SFT minus policy",
         "Share of responses that end within ppo.response_length: SFT's minus the policy's. With 88 "
         "prompts and 2 samples each, 0.1 is two standard errors. On the default run, the metric is "
         "-0.32 to -0.12 for PPO on three seeds, and 0.37 to 0.48 for DPO's own loss on whole "

@@ -80,7 +80,7 @@ REWARD = (
         "battery.judge_lead",
         ">=",
         "judge_lead",
-        "accuracy: reward model less primary judge",
+        "accuracy: reward model minus primary judge",
         "Accuracy of the reward model minus that of the primary judge on the same held-out pairs; "
         "a tie of the judge is half right. A judge that was made for such texts, as VADER was for "
         "the tweets of the default run, can be slightly more accurate. If it is more accurate by "

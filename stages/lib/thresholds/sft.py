@@ -23,7 +23,7 @@ SFT = (
         "sft.net_win_rate_low",
         ">=",
         "net_win_rate",
-        "wins less losses against the base model",
+        "wins minus losses against the base model",
         "Share of SFT's responses that the primary judge (the first of evaluate.judges) prefers to "
         "the base model's, minus the share that it finds worse; lower bound of the paired 95% "
         "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt times "
@@ -46,7 +46,7 @@ SFT = (
         "sft.eos_rate_demonstrations - sft.eos_rate",
         "<=",
         "eos_gap",
-        "responses that end: demonstrations less SFT",
+        "share of texts that end: demonstrations minus SFT",
         "Share of held-out demonstrations that fit into ppo.response_length tokens, minus the "
         "share of responses that end within this limit. If responses do not end, PPO trains on "
         "cut-off texts, which the reward model has never seen.",
@@ -92,7 +92,7 @@ SFT = (
         "sft.repetition_3 - sft.repetition_3_demonstrations",
         "<=",
         "repetition_rise",
-        "repeated 3-grams: SFT less demonstrations",
+        "repeated 3-grams: SFT minus demonstrations",
         "Share of 3-grams that occurred earlier in the same text: responses minus held-out "
         "demonstrations. The threshold is one 3-gram in twenty.",
         "it repeats phrases",
@@ -107,7 +107,7 @@ SFT = (
         "sft.memorised - sft.memorised_demonstrations",
         "<=",
         "memorised",
-        "texts copied from training: SFT less held-out",
+        "texts copied from training: SFT minus held-out",
         "Share of texts that contain 8 consecutive words of one training text: responses minus "
         "held-out demonstrations, which share some phrases with training texts although nothing "
         "was memorised.",

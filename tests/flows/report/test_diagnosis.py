@@ -205,7 +205,10 @@ def test_the_command_is_right_for_the_folder_of_the_run(
     values = resolve("smoke", 1, ["ppo.kl_coef=0.2"]).model_dump(mode="json")
     write_text(Path("params.yaml"), json.dumps(values, ensure_ascii=False))
     write_verdict("r0", "sft", ACCURACY | {"setting": setting})
-    assert diagnosis.answer("r0", LOCKS).command == here
+    answer = diagnosis.answer("r0", LOCKS)
+    assert answer.command == here
+    change = "Try sft.max_steps 8 instead of 4"
+    assert answer.next_step == (change if setting else "Look at the data. Then run again")
     write_text(COMPLETE, "")
     command = "rondo run --isolated --preset smoke --rounds 1 --set ppo.kl_coef=0.2 " + isolated
     assert diagnosis.answer("r0", LOCKS).command == command.strip()
