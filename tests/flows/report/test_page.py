@@ -279,7 +279,8 @@ def test_a_report_without_any_measured_number(project: Path) -> None:
     unscored = {"id": "q", "sample": 0, "prompt": "A", "sft": "b", "ppo": "c"}
     write_jsonl(samples, [unscored, *read_jsonl(samples, "")])
     html = Page(page.write(["r0"], all_ran("r0")).read_text())
-    assert "win rate against SFT [95%]" in html.words and "Our <i>day" in html.words
+    assert "win rate against SFT [95%]" not in html.words  # a row without a number
+    assert "badcases found" in html.words and "Our <i>day" in html.words
 
 
 def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
