@@ -63,8 +63,9 @@ class Fault:
         """The cause with its number, and how many other checks failed."""
         first, others = self.checks[0], len(self.checks) - 1
         number = "missing" if first["value"] is None else format_number(first["value"])
+        end = ", low end" if first["metric"].endswith("_low") else ""
         more = f", and {others} more failed" if others else ""
-        return f"{self.cause} ({first['name']}: {number}, wanted {first['threshold']}{more})"
+        return f"{self.cause} ({first['name']}{end}: {number}, wanted {first['threshold']}{more})"
 
 
 @dataclass(frozen=True)
@@ -186,17 +187,22 @@ def remedy(round_: str, check: Metrics, locks: Locks) -> tuple[str, str, str]:
     score shows which.
     """
     evaluate = read_metrics(round_, "evaluate", locks)
+    mean = look_up(evaluate, "win_rate")
     before, after = (look_up(evaluate, f"{model}.score") for model in ("sft", "ppo"))
-    if check["metric"] != WIN_RATE or not (math.isfinite(before) and math.isfinite(after)):
+    lost = check["metric"] == WIN_RATE and mean <= check["limit"]
+    if not lost or not (math.isfinite(before) and math.isfinite(after)):
         return check["fault"], check["next_step"], check["setting"]
-    scores = f"the reward model's score rose from {before:.2f} to {after:.2f}"
     if after > before:
         samples = stage_dir(round_, "evaluate") / "samples.jsonl"
         cause = (
-            f"{scores}, and the judges do not prefer its responses: it exploits the reward model"
+            f"the reward model's score rose from {before:.2f} to {after:.2f}, and the judges do "
+            "not prefer its responses: it may exploit the reward model"
         )
         return cause, f"Read {samples}, {NEXT_ROUND}", ""
-    cause = f"{scores.replace(' rose', ', which it maximises, did not rise:')}"
+    cause = (
+        "the reward model's score, which it maximises, did not rise: from "
+        f"{before:.2f} to {after:.2f}"
+    )
     return cause, "Raise ppo.total_episodes, or lower ppo.kl_coef", ""
 
 

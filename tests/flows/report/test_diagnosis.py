@@ -71,7 +71,7 @@ def line(round_: str = "r0") -> str:
     return text
 
 
-FAILED = "it is bad (the reward.accuracy_low: 0.7, wanted >= 0.8)"
+FAILED = "it is bad (the reward.accuracy_low, low end: 0.7, wanted >= 0.8)"
 AGAIN = "Look at the data. Then run again: `rondo run`"
 
 
@@ -149,30 +149,34 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "cause", "command"),
+    ("mean", "before", "after", "cause", "command"),
     [
         (
+            0.45,
             -0.5,
             1.25,
             "the reward model's score rose from -0.50 to 1.25, and the judges do not prefer its "
-            "responses: it exploits the reward model",
+            "responses: it may exploit the reward model",
             "rondo next-round",
         ),
         (
+            0.5,
             0.5,
             0.25,
             "the reward model's score, which it maximises, did not rise: from 0.50 to 0.25",
             "rondo run",
         ),
-        (None, None, "it is bad", "rondo run"),  # there is no reward model
+        (0.45, None, None, "it is bad", "rondo run"),  # there is no reward model
+        (0.55, -0.5, 1.25, "it is bad", "rondo run"),  # it won, on too few prompts
     ],
 )
 def test_a_policy_that_lost_has_learnt_the_wrong_thing_or_nothing(
-    before: float | None, after: float | None, cause: str, command: str
+    mean: float, before: float | None, after: float | None, cause: str, command: str
 ) -> None:
     lost = failed_check("evaluate.win_rate_low", 0.4, "> 0.5")
     scores = {"sft": {"score": before}, "ppo": {"score": after}} if before is not None else {}
-    write_metrics("r0", evaluate=VALUES["evaluate"] | {"win_rate_low": 0.4} | scores)
+    lower = {"win_rate": mean, "win_rate_low": 0.4}
+    write_metrics("r0", evaluate=VALUES["evaluate"] | lower | scores)
     write_gates("r0", {"promote": [lost]}, "warn")
     answer = diagnosis.answer("r0", LOCKS)
     assert (answer.faults[0].cause, answer.command) == (cause, command)

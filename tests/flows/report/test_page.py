@@ -131,7 +131,9 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     assert html.open_tags == [] and html.fetched == []
     # the first screen names the stage at fault and the next step
     visible = " ".join(" ".join(html.words).split())
-    answer = "The reward model is at fault It ranks <badly> (the reward.accuracy_low: 0.71, wanted"
+    answer = (
+        "The reward model is at fault It ranks <badly> (the reward.accuracy_low, low end: 0.71,"
+    )
     assert answer in visible and "Do next Look at <the> data. Then run again: rondo run" in visible
     assert "Reward model ✗ failed the reward.accuracy_low 0.71 wanted >= 0.8" in visible
     assert (
