@@ -84,8 +84,7 @@ class RunArtifacts:
             parts: list[str] = []
             is_gate, succeeded = self.stage.startswith("gate_"), outcome not in UNFINISHED
             if outcome == dvc_stages.Outcome.ran.value:
-                pictures = self.pictures()
-                parts += [one.markdown for one in pictures if isinstance(one, MarkdownArtifact)]
+                parts += self.pictures()
             if succeeded and self.findings:
                 parts.append("\n".join(["**Health**", "", *self.findings]))
             if succeeded and self.responses:
@@ -168,17 +167,12 @@ class RunArtifacts:
         self.bytes_read[newest] = end
         return [row for row in rows if row["update"] == rows[-1]["update"]][: stage_card.SHOWN]
 
-    def pictures(self) -> Iterator[Artifact]:
-        """The charts of the report that belong to the stage."""
-        draw = PICTURES.get(self.stage)
-        if draw and (
-            charts_of_stage := draw([(read_round(self.round, {self.address: {}}), load_params())])
-        ):
-            yield MarkdownArtifact(
-                key=f"pictures-{self.key}",
-                markdown="\n\n".join(picture_markdown(chart) for chart in charts_of_stage),
-                description=f"Pictures of {self.address}",
-            )
+    def pictures(self) -> list[str]:
+        """The charts of the report that belong to the stage, in Markdown."""
+        if self.stage not in PICTURES:
+            return []
+        of_round = (read_round(self.round, {self.address: {}}), load_params())
+        return [picture_markdown(chart) for chart in PICTURES[self.stage]([of_round])]
 
     @contextmanager
     def _errors_ignored(self) -> Iterator[None]:
