@@ -60,7 +60,7 @@ def test_labels_that_a_word_tells(planted):
         "assets", changed(lambda _, row: {**row, "chosen": row["chosen"][:-1] + " indeed."})
     )
     assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_tfidf" in stop.failed
-    assert "look for label shortcuts" in stop.message
+    assert "Look for label shortcuts" in stop.message
 
 
 def test_labels_against_the_judge(planted):
@@ -182,7 +182,7 @@ def test_a_reward_model_that_likes_broken_text(planted):
     """Whole sentences alone are what it has learnt from."""
     stop = planted("reward", reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_probe" in stop.failed
-    assert "the reward model prefers broken texts" in stop.message
+    assert "it prefers broken texts" in stop.message
 
 
 def test_a_reward_model_that_has_learnt_nothing(planted):

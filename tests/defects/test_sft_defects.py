@@ -21,7 +21,7 @@ def demonstrations(change: Callable[[str], str], *, held_out: bool = False) -> W
 def test_nothing_learnt(planted):
     stop = planted("sft", sft={"learning_rate": 1e-6})
     assert stop.step == "gate_sft" and "sft.loss_before - sft.loss_after" in stop.failed
-    assert "SFT learnt too little" in stop.message
+    assert "it learnt too little" in stop.message
 
 
 def test_demonstrations_of_what_the_judge_dislikes(planted):
@@ -41,7 +41,7 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
     assert stop.step == "gate_sft" and stop.failed == ("sft.net_win_rate_low",)
-    assert "SFT may be worse than those of the base model" in stop.message
+    assert "may be worse than those of the base model" in stop.message
 
 
 def test_demonstrations_that_are_too_long(planted):
@@ -74,7 +74,7 @@ def test_training_texts_that_repeat_themselves(planted):
         stop.step == "gate_sft"
         and "sft.repetition_3 - sft.repetition_3_demonstrations" in stop.failed
     )
-    assert "SFT repeats phrases" in stop.message
+    assert "it repeats phrases" in stop.message
 
 
 def test_a_few_training_texts_learnt_by_heart(planted):
@@ -97,4 +97,4 @@ def test_a_few_training_texts_learnt_by_heart(planted):
     ]
     stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
-    assert "SFT recites training texts" in stop.message
+    assert "it recites training texts" in stop.message

@@ -244,14 +244,14 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     assert failed.returncode == 3 and attacks.PASSWORD not in failed.stdout + failed.stderr
     assert "[sft@r0] unchanged" in failed.stdout
     assert "Ended at gate_sft@r0." in failed.stdout
-    reason = "sft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
-    assert f"gate sft of r0 failed:\n{reason}" in failed.stderr
+    last_line = failed.stderr.splitlines()[-1]
+    assert last_line.startswith("rondo: GateFailed: SFT is at fault: it learnt too little (")
     [run] = [
         run["id"]
         for run in request(f"{api}/flow_runs/filter", {})
         if run["state_name"] == "GateFailed"
     ]
-    numbers = "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9."
+    numbers = "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9:"
     receiver.wait_for(
         "rlhf-pipeline keep ",
         f"-{run[:8]}: GateFailed",

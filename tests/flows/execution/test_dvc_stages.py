@@ -233,7 +233,7 @@ def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path)
     set_params("gates.sft.loss_drop=0.9")
     message = (
         r"gate sft of r0 failed:\n"
-        r"sft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+        r"sft.loss_before - sft.loss_after 0.5, wanted >= 0.9: it learnt too little"
     )
     with pytest.raises(GateFailed, match=message):
         run_to("gate_sft@r0")
