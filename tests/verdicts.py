@@ -12,6 +12,7 @@ def failed_check(
         "name": f"the {metric}",
         "value": value,
         "threshold": threshold,
+        "bound": f"gates.sft.{metric}",
         "limit": float(threshold.split()[-1]),
         "passed": False,
         "fault": "it is bad",

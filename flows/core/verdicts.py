@@ -16,6 +16,7 @@ class Check(BaseModel):
     name: str
     value: float | None
     threshold: str
+    bound: str
     limit: float
     passed: bool
     fault: str

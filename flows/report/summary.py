@@ -17,7 +17,14 @@ from flows.core.locks import Locks
 from flows.core.services import HOME
 from flows.core.tables import filled, fitted_text, render_text, terminal_width
 from flows.report.diagnosis import EQUAL_KL, verdict_lines
-from flows.report.round_files import STAGES, read_manifest, read_metrics, restore, settings_of
+from flows.report.round_files import (
+    STAGES,
+    read_manifest,
+    read_metrics,
+    restore,
+    settings_of,
+    verdicts,
+)
 from stages.evaluate.comparability import differences
 from stages.gate.thresholds import format_threshold
 from stages.gate.verdict import bound_of, look_up
@@ -75,6 +82,7 @@ ROWS = (
         "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
         "lower",
         "sft.loss_after",
+        "sft.loss_drop",
     ),
     _rate("SFT", "SFT's wins less losses against base", "sft.net_win_rate", "sft.net_win_rate"),
     _rate("Reward model", "RM held-out accuracy", "reward.accuracy", "reward.accuracy"),
@@ -267,12 +275,13 @@ def not_comparable(rounds: list[str], locks: Locks) -> list[str]:
 class Cell(NamedTuple):
     """A number of a round as text, and the sign of its change since the round before; may be empty.
 
-    sure: whether their 95% intervals do not overlap.
+    sure: whether their 95% intervals do not overlap. failed: whether it failed its gate.
     """
 
     text: str
     sign: str = ""
     sure: bool = False
+    failed: bool = False
 
 
 class TableRow(NamedTuple):
@@ -291,20 +300,26 @@ def rows(rounds: list[str], locks: Locks) -> list[TableRow]:
     that are not comparable never stand in one row.
     """
     metrics = {name: round_metrics(name, locks) for name in rounds}
+    failing = {name: failed_bounds(name, locks) for name in rounds}
     groups, table_rows = evaluations(rounds, locks), []
     for row in [*ROWS, *further_rewards(metrics.values())]:
         several = len(groups) > 1 and "{evaluate." in row.template
         for number, group in enumerate(groups if several else [rounds]):
-            cells, before = [], None
-            for name in rounds:
-                in_group = name in group
-                text = cell_text(row, metrics[name]) if in_group else "-"
-                sign, sure = change(row, before, metrics[name]) if in_group else ("", False)
-                cells.append(Cell(text, sign, sure))
-                before = metrics[name] if in_group else before
+            cells = dict.fromkeys(rounds, Cell("-"))
+            for name, before in zip(group, [None, *group], strict=False):
+                text, failed = cell_text(row, metrics[name]), f"gates.{row.gate}" in failing[name]
+                sign, sure = change(row, metrics[before], metrics[name]) if before else ("", False)
+                same = before and cells[before].text == text
+                cells[name] = Cell(text, "" if same else sign, sure, failed)
             title = f"{row.title} {NOT_COMPARABLE * number}".strip()
-            table_rows.append(TableRow(row.part, title, wanted(row, rounds), cells))
+            table_rows.append(TableRow(row.part, title, wanted(row, rounds), [*cells.values()]))
     return table_rows
+
+
+def failed_bounds(round_: str, locks: Locks) -> set[str]:
+    """The keys of the thresholds at which a gate of the round failed."""
+    checks = [check for verdict in verdicts(round_, locks).values() for check in verdict["checks"]]
+    return {check["bound"] for check in checks if not check["passed"]}
 
 
 def round_metrics(round_: str, locks: Locks) -> dict[str, dict[str, Any]]:
@@ -339,11 +354,9 @@ def cell_text(row: Row, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     return row.absent if row.absent and metrics[stage] else "-"
 
 
-def change(
-    row: Row, before: Mapping[str, Any] | None, metrics: Mapping[str, Any]
-) -> tuple[str, bool]:
+def change(row: Row, before: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[str, bool]:
     """The sign of a change since the round before, and whether it is more than noise."""
-    if not row.better or before is None:
+    if not row.better:
         return "", False
     old, new = (look_up(values, row.value) for values in (before, metrics))
     if not (is_number(old) and is_number(new)) or old == new:
@@ -365,6 +378,7 @@ def wanted(row: Row, rounds: list[str]) -> str:
     [threshold, *_] = [one for one in THRESHOLDS[gate] if one.bound == bound]
     limit = bound_of(gate, threshold, settings_of(rounds[-1]))
     end = "low end " if threshold.metric.endswith("_low") else ""
+    end = "change " if " - " in threshold.metric else end
     return f"{end}{format_threshold(threshold, limit)}"
 
 

@@ -11,6 +11,7 @@ from flows import cli
 from flows.core import tables
 from flows.report import round_files, summary
 from tests.flows.report.reading import all_ran
+from tests.verdicts import failed_check
 
 METRICS: dict[str, dict[str, Any]] = {
     "prepare": {"sft_train": 930, "pairs_train": 1187, "replayed": 0},
@@ -92,6 +93,40 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     # why a number is missing, if its stage has run
     assert table["win rate against the champion [95%]"] == ["no champion yet", "-"]
     assert table["prompts needed to decide the win rate"] == ["decided", "-"]
+
+
+def test_a_change_is_marked_and_sure_only_beyond_both_intervals(files: Path) -> None:
+    """r0 has an accuracy of 0.893 [0.855, 0.922], a margin of 3.1, a worst ending of 0.405."""
+    accuracies = {"r1": (0.96, 0.94, 0.98), "r2": (0.9, 0.86, 0.93), "r3": (0.9, 0.86, 0.93)}
+    for name, (mean, low, high) in accuracies.items():
+        accuracy = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
+        write(files / f"rounds/{name}/reward/metrics.json", accuracy | {"margin": 3.1})
+    write(files / "rounds/r1/battery/metrics.json", {"worst_ending": 0.2})
+    failed = failed_check("reward.accuracy_low", 0.86, ">= 0.88", bound="gates.reward.accuracy")
+    verdict = {"gate": "reward", "round": "r2", "policy": "warn", "passed": False}
+    verdict |= {"may_continue": True, "approval": None, "checks": [failed]}
+    write(files / "reports/r2/gate_reward.json", verdict)
+    table = {row.title: row for row in summary.rows(["r0", "r1", "r2", "r3"], LOCKS)}
+    accuracy = table["RM held-out accuracy [95%]"]
+    marks = [(cell.sign, cell.sure, cell.failed) for cell in accuracy.cells]
+    assert marks == [
+        ("", False, False),
+        ("better", True, False),  # 0.94 is above 0.922
+        ("worse", True, True),  # 0.93 is below 0.94
+        ("", False, False),
+    ]
+    assert (accuracy.part, accuracy.wanted) == ("Reward model", "low end >= 0.8")
+    endings = table["RM pairs reversed by the worst ending"].cells
+    assert [(cell.sign, cell.sure) for cell in endings[:2]] == [("", False), ("better", False)]
+    assert {cell.sign for cell in table["RM margin"].cells} == {""}  # it is the same
+    assert table["SFT loss, nats per token"].wanted == "change >= 0.2"
+
+
+def test_a_further_reward_has_a_row(files: Path) -> None:
+    ppo = METRICS["ppo"] | {"score_solves": 0.75, "score_solves_first": 0.25}
+    write(files / "rounds/r0/ppo/metrics.json", ppo)
+    table = rows(summary.markdown(["r0", "r1"], LOCKS))
+    assert table["policy's reward `solves`, first -> selected"] == ["0.25 -> 0.75", "-"]
 
 
 def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: float) -> None:
