@@ -244,6 +244,7 @@ def look_at_mlflow(page: Page, address: str) -> None:
     page.goto(f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&{workflow}')
     expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
     shot(page, "compare")
+    page.set_viewport_size({"width": 1400, "height": 4000})  # charts are drawn where one looks
     page.goto(f"{address}/#/experiments/{number}/runs/{pipeline}/model-metrics")
     for name in HEALTH:
         expect(page.get_by_text(f"r0/{name}").first).to_be_visible()
