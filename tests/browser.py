@@ -209,7 +209,7 @@ def look_at_results(project: Path) -> None:
     with open_page() as page, mlflow_of(project / ".rondo" / MLFLOW_DATABASE) as address:
         if page:
             look_at_mlflow(page, address)
-            look_at_the_report(page, project / "reports/report.html", "evaluate.win_rate_low")
+            look_at_the_report(page, project / "reports/report.html", "win rate against SFT")
 
 
 @contextmanager
