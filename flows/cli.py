@@ -259,7 +259,7 @@ def report() -> None:
     locks = current_locks()
     rounds = round_files.known_rounds(locks)
     summary.write(rounds, locks)
-    # flushed: the charts of 30 rounds take half a minute
+    # flushed: the samples of 30 rounds take a quarter of a minute
     print(summary.text(rounds, locks), flush=True)
     page.write_pages(rounds, locks, print)
     print(f"with charts and samples, for a browser: {page.write(rounds, locks)}")

@@ -36,7 +36,7 @@ from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.locks import Locks, current_locks
 from flows.core.run_locks import hold_run_lock
-from flows.core.services import HOME, LogLine, prefect_pages
+from flows.core.services import HOME, LogLine, flow_run_page, prefect_pages
 from flows.execution import dvc_stages, fork_server, gpus, history, inputs, needs
 from flows.execution.meter import Meter
 from flows.execution.worktree import working_tree, workspace
@@ -402,7 +402,10 @@ def close(
     report = run_pages.served_report(tracker.home, run) or tracker.page(text=page.REPORT.name)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
-        pages = [("Run in Prefect", run_page()), ("Report", report)]
+        pages = [
+            ("Run in Prefect", flow_run_page(prefect_pages(), str(flow_run.id))),
+            ("Report", report),
+        ]
         tracker.close(
             outcomes.status(ended_with, remaining),
             {path.name: path.read_text("utf-8") for path in files},
@@ -418,12 +421,6 @@ def close(
     if remaining:
         log(f"Ended at {remaining[0]}.")
     return ended_with
-
-
-def run_page() -> str | None:
-    """The address of this flow run in Prefect; None if the server ends with the run."""
-    pages = prefect_pages()
-    return f"{pages}/runs/flow-run/{flow_run.id}" if pages else None
 
 
 def summary_card(sentence: str, results: list[str]) -> str:

@@ -195,8 +195,8 @@ def nearest_preset(params: Params, named: str = KEEP) -> tuple[str, list[tuple[s
     # `keep` itself depends on params.yaml
     for name in preset_names()[1:] if named == KEEP else [named]:
         values = overlay(default, read_preset(name))
-        changes = [change for change in _settings(values, wanted) if change[0] != "rounds"]
-        changes = [change for change in changes if not change[0].startswith("rounds.")]
+        differing = _settings(values, wanted)
+        changes = [change for change in differing if change[0].partition(".")[0] != "rounds"]
         choices.append((len(changes), name != DEFAULT, name, changes))
     _, _, preset, changes = min(choices)
     return preset, changes

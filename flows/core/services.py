@@ -171,6 +171,11 @@ def prefect_pages(home: Path = HOME) -> str:
     return url.rstrip("/").removesuffix("/api") or last_servers(home).prefect
 
 
+def flow_run_page(server: str, flow_run: str) -> str:
+    """The address of a flow run on the pages of a Prefect server."""
+    return f"{server}/runs/flow-run/{flow_run}"
+
+
 def prepare_environment() -> None:
     """Change the variables that this process and its children read: an empty one of Prefect or
     MLflow counts as not set, those that git gives its hooks are removed, no proxy is used for this

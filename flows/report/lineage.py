@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.core.locks import Locks
-from flows.core.services import prefect_pages
+from flows.core.services import flow_run_page, prefect_pages
 from flows.report import round_files
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
@@ -27,7 +27,7 @@ class Origin:
     def prefect(self) -> str | None:
         """The address of the flow run's page."""
         flow_run = self.provenance.flow_run if self.provenance else None
-        return f"{prefect_pages()}/runs/flow-run/{flow_run}" if flow_run else None
+        return flow_run_page(prefect_pages(), flow_run) if flow_run else None
 
 
 def origins(rounds: Sequence[str], locks: Locks) -> list[Origin]:

@@ -21,6 +21,7 @@ from flows.core.services import (
     TEMPORARY,
     WORKFLOW,
     experiment_page,
+    flow_run_page,
     last_servers,
     mlflow_pages,
     running_prefect,
@@ -83,7 +84,7 @@ def addresses(home: Path, record: RunRecord) -> Addresses:
     return Addresses(
         runs=None if record.team else f"{own}{RUNS_PATH}",
         report=report if has_report and not record.team else None,
-        prefect=f"{record.team or own}/runs/flow-run/{record.flow_run}",
+        prefect=flow_run_page(record.team or own, record.flow_run),
         mlflow=f"{mlflow}/#/{record.mlflow}?{WORKFLOW}" if mlflow else None,
         experiment=experiment_page(mlflow, experiment) if mlflow else None,
     )
