@@ -46,6 +46,14 @@ def open_page() -> Iterator[Page | None]:
         browser.close()
 
 
+def scripts_of_texts(page: Page) -> list[str]:
+    """The dialogs and errors from now on: what a text that runs as a script makes."""
+    events: list[str] = []
+    page.on("dialog", lambda dialog: (events.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: events.append(str(error)))
+    return events
+
+
 def shot(page: Page, name: str) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{name}.png")

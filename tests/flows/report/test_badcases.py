@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from flows.report import badcases, page
 from stages.lib.core.files import stage_dir, write_jsonl
 from stages.replay.badcases import Badcase, Retest, ledger_path
-from tests.browser import open_page
+from tests.browser import open_page, scripts_of_texts
 from tests.flows.report.reading import Page, all_ran
 from tests.flows.report.test_samples import EVIL
 
@@ -80,9 +80,7 @@ def test_a_link_opens_one_badcase_in_a_browser(path: Path) -> None:
     with open_page() as browser:
         if not browser:
             pytest.skip("no browser")
-        events: list[str] = []
-        browser.on("dialog", lambda dialog: (events.append(dialog.message), dialog.dismiss()))
-        browser.on("pageerror", lambda error: events.append(str(error)))
+        events = scripts_of_texts(browser)
         browser.goto(f"{path.as_uri()}#bb22")
         expect(browser.get_by_text("SFT's response").first).to_be_visible()
         assert browser.locator("details[open]").evaluate_all("all => all.map(one => one.id)") == [

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from flows.report import page, samples
 from flows.report.samples import marked_differences
 from stages.lib.core.files import stage_dir, write_jsonl
-from tests.browser import open_page
+from tests.browser import open_page, scripts_of_texts
 from tests.flows.report.reading import Page, all_ran
 
 EVIL = "</script><img src=x onerror=alert(1)>\" onmouseover='alert(2)' {{ 7 * 7 }} {% x %} --> <!--"
@@ -126,9 +126,7 @@ def test_search_sort_and_filter_in_a_browser(path: Path) -> None:
     with open_page() as browser:
         if not browser:
             pytest.skip("no browser")
-        events: list[str] = []
-        browser.on("dialog", lambda dialog: (events.append(dialog.message), dialog.dismiss()))
-        browser.on("pageerror", lambda error: events.append(str(error)))
+        events = scripts_of_texts(browser)
         browser.on("request", lambda sent: events.append(sent.url))
         browser.goto(path.as_uri())
         entries, count = browser.locator(".entry:visible"), browser.locator("output")
