@@ -68,16 +68,24 @@ def shortened(line: str, width: int | None) -> str:
     return f"{set_cell_size(line, width - 1)}…"
 
 
-def filled(text: str, width: int | None) -> str:
+def filled(text: str, width: int | None, first: str = "", others: str = "") -> str:
     """A text whose lines break between words, but not in `commands`, which stay whole to be copied.
 
     Args:
         width: of the terminal; None: all in one line.
+        first, others: what the first line and the others begin with.
     """
     if width is None:
-        return text
+        return f"{first}{text}"
     whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", NO_BREAK), text)
-    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.fill(
+        whole,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return lines.replace(NO_BREAK, " ")
 
 

@@ -5,7 +5,6 @@ the addresses of a run's pages.
 import base64
 import json
 import os
-import textwrap
 import time
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ from flows.core.services import (
     mlflow_pages,
     running_prefect,
 )
-from flows.core.tables import interval
+from flows.core.tables import filled, interval
 from flows.execution.worktree import project_home
 from flows.report.run_record import RoundResults, RunRecord, State, folder_of, read, read_all
 from stages.lib.core.files import stage_dir
@@ -291,17 +290,7 @@ def block(home: Path, row: Row) -> str:
         lines.append(f"branch runs/{record.run}, folder {relative(home, Path(record.folder))}")
     if row.links.report:
         lines.append(f"report {relative(home, folder_of(home, record.run) / REPORT_NAME)}")
-    wrapped = [
-        textwrap.fill(
-            line,
-            TEXT_WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    ]
+    wrapped = [filled(line, TEXT_WIDTH, first="  ", others="    ") for line in lines]
     return "\n".join([f"{record.run}  {row.began} UTC  {row.minutes} min", *wrapped])
 
 
