@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+from playwright.sync_api import Dialog, Locator, Page, Response, expect, sync_playwright
 
 from flows.core.services import HOST, MLFLOW_DATABASE, is_up, sqlite_uri
 from flows.tracking.records import HEALTH
@@ -49,7 +49,12 @@ def open_page() -> Iterator[Page | None]:
 def scripts_of_texts(page: Page) -> list[str]:
     """The dialogs and errors from now on: what a text that runs as a script makes."""
     events: list[str] = []
-    page.on("dialog", lambda dialog: (events.append(dialog.message), dialog.dismiss()))
+
+    def dialog_opened(dialog: Dialog) -> None:
+        events.append(dialog.message)
+        dialog.dismiss()
+
+    page.on("dialog", dialog_opened)
     page.on("pageerror", lambda error: events.append(str(error)))
     return events
 
