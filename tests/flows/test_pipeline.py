@@ -397,7 +397,7 @@ def test_a_run_that_a_gate_stopped_shows_no_number_of_the_committed_run(
         assert shown(text)["SFT loss, nats per token"] == "5.170 -> 4.670"
         assert shown(text)["judge score, SFT -> policy"] == "-"
     page = (workspace / "reports/report.html").read_text()
-    assert f"rondo run --continue {workspace.name}" in page and "seed 5" in page
+    assert "rondo run --isolated" in page and "--set seed=5" in page and "seed 5" in page
     assert "0.26 -&gt; 0.70" not in page
     assert listed_state(finished_project) == "GateFailed at gate_sft@r0"
     [row] = run_pages.rows(finished_project / ".rondo")
