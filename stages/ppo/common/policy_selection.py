@@ -9,6 +9,7 @@ trained on these prompts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -23,7 +24,13 @@ from stages.lib.core.types import Metrics, StateDict
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
+from stages.lib.lm.interpolation import (
+    MAX_SCALE,
+    MAX_SCALED,
+    interpolate,
+    scale_for_kl,
+    search_scale,
+)
 from stages.lib.lm.loading import training_model_params
 from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
@@ -236,8 +243,7 @@ class PolicySelector:
             model: section `model` of params.yaml.
         """
         if self.scales and update and danger in ("", KL_ABOVE_BUDGET):
-            with progress("scaling the policy to the target KL"):
-                self._scale_to_target(update)
+            self._scale_to_target(update)
         elif danger:
             self._validate_checkpoints(update, checkpoints, model)
         load_trainable(self.roles.policy, self.weights)
@@ -265,10 +271,13 @@ class PolicySelector:
         there are earlier ones that `keeps_earlier` prefers: then the judge's best of them.
         """
         trained, target = self._copy_of_weights(), self.params.target_kl_per_token
+        numbers = count(1)
 
         def measure_kl(scale: float) -> float:
             interpolate(self.roles.policy, self.roles.reference, trained, scale)
-            return self.measure(update, scale, SCALING_SAMPLES).kl_per_token
+            number, most = next(numbers), 1 + MAX_SCALED  # the first scale, and the search's
+            with progress(f"scaled to the target KL, policy {number} of {most} at most"):
+                return self.measure(update, scale, SCALING_SAMPLES).kl_per_token
 
         last = self.history[-1]
         trained_kl = (last if last.update == update else self.measure(update)).kl_per_token

@@ -1,5 +1,6 @@
 """The selected policy: scaled to the target KL, or the judge's best update within the budget."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from stages.lib.core.params.policy import PolicySelection, PpoParams
 from stages.lib.core.params.shared import LoraParams, ModelParams
+from stages.lib.core.progress import reporting
 from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
@@ -325,6 +327,15 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
     described, score = selector.describe(), f"0.10 -> {selected.judge_score:.2f}"
     assert f"after update 1, scaled by {selected.scale:.2f}: mine {score}" in described
     assert described.endswith("nats per sequence")
+
+
+def test_the_lines_of_scaled_policies_say_how_many_there_may_be(to_target):
+    lines: list[str] = []
+    selector = to_target(0.02, [0.1, 0.5])
+    with reporting("ppo@r0", lines.append, quiet=0):
+        select(selector, 1)
+    numbers = {int(n) for line in lines for n in re.findall(r"policy (\d) of 5 at most", line)}
+    assert numbers == set(range(1, len(selector.history) - 1))
 
 
 def test_a_policy_that_moved_too_little_is_scaled_up_but_not_far(to_target):
