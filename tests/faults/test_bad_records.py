@@ -4,6 +4,7 @@ champions, locks.
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 import yaml
 from ruamel.yaml import YAML
 
-from flows.commands import status
 from flows.core import locks, verdicts
-from flows.report import diagnosis
+from flows.report import diagnosis, run_pages
 from stages.gate.approvals import read_approval, read_rollback
 from stages.gate.verdict import evaluate_gate, run_gate
 from stages.lib.core import user_inputs
@@ -24,6 +24,7 @@ from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import check_params
 from stages.ppo.common.reference import check_reference_files
 from tests.faults.bad import bad_bytes, bad_json, bad_jsonl, try_bad, writing
+from tests.paths import ROOT
 from tests.stages.gate.test_gate import BATTERY, REWARD
 
 ASK = check_params({"gates": {"reward": {"policy": "ask"}}}, "test")
@@ -117,6 +118,7 @@ def test_records(
 
 
 def test_verdicts() -> None:
+    shutil.copy(ROOT / "params.yaml", ".")
     write_json(Path("rounds/r0/reward/metrics.json"), REWARD | {"accuracy_low": 0.1})
     write_json(Path("rounds/r0/battery/metrics.json"), BATTERY)
     with pytest.raises(GateFailed):
@@ -169,7 +171,7 @@ def test_dvc_lock() -> None:
 
 def test_steps_of_a_stage() -> None:
     file = "rounds/r0/sft/metrics.jsonl"
-    read = writing(file, lambda: status.progress("r0", "sft"))
+    read = writing(file, lambda: run_pages.progress("r0", "sft"))
 
     def check(content: bytes, line: str) -> None:
         complete = content[: content.rfind(b"\n") + 1]
