@@ -32,6 +32,7 @@ WIN_RATE = "evaluate.win_rate_low"
 EQUAL_KL = "win_rate_champion_equal_kl"
 SUBJECTS = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}
 PASSED = "passed"  # the outcome of a gate
+WASTES_KL = 0.5  # KL efficiency below which training, not the reward model, limits a policy
 NEXT_ROUND = "then train a round on the failures of this one"
 # Where it stands on how many texts the numbers of a stage were measured
 COUNTS = {
@@ -75,8 +76,8 @@ class Answer:
     title: the stage at fault, or that there is none. complete: all gates were reached. faults: the
     failed gates, in the order of the pipeline. certainty: how sure it is. next_step: what to do,
     and command: the line to copy for it. notes: gates that a person decided on or that were not
-    judged. effect: whether the round made a better policy than the champion; the last two may be
-    empty.
+    judged. effect: whether the round made a better policy than the champion. limit: whether the
+    training or the reward model limits the policy. The last three may be empty.
     """
 
     round: str
@@ -88,6 +89,7 @@ class Answer:
     command: str
     notes: Sequence[str]
     effect: str
+    limit: str
 
     @property
     def text(self) -> str:
@@ -97,8 +99,8 @@ class Answer:
             first, *later = self.faults
             parts = [f"{self.title}: {first.text}", f"{self.next_step}: `{self.command}`"]
             parts += [f"Also at fault: {fault.subject}: {fault.text}" for fault in later]
-        effect = [f"{self.effect[0].upper()}{self.effect[1:]}"] if self.effect else []
-        return ". ".join([*parts, *self.notes, *effect])
+        more = [f"{text[0].upper()}{text[1:]}" for text in (self.effect, self.limit) if text]
+        return ". ".join([*parts, *self.notes, *more])
 
 
 def headline(rounds: Sequence[str], locks: Locks) -> str:
@@ -156,6 +158,7 @@ def answer(round_: str, locks: Locks) -> Answer:
         command=command,
         notes=notes,
         effect=effect(round_, locks),
+        limit=limit_of_policy(round_, locks),
     )
 
 
@@ -319,6 +322,24 @@ def labelled_pairs(round_: str, locks: Locks) -> int:
     names = known_rounds(locks)
     earlier = names[: names.index(round_)]
     return sum(read_metrics(name, "replay", locks).get("policy_pairs", 0) for name in earlier)
+
+
+def limit_of_policy(round_: str, locks: Locks) -> str:
+    """What the policy's KL is worth, and so what limits it; empty if unknown."""
+    metrics = read_metrics(round_, "evaluate", locks)
+    value, low, high = (metrics.get(f"kl_efficiency{end}") for end in ("", "_low", "_high"))
+    if value is None or low is None or high is None:
+        return ""
+    name, worth = algorithm(round_, locks), f"KL efficiency {interval(value, low, high)}"
+    if not value:
+        return f"{name} paid {metrics['ppo']['kl']:.1f} nats for no reward ({worth})"
+    first, second = "its training", "the reward model"
+    if value >= WASTES_KL:
+        first, second = second, first
+    return (
+        f"{name} paid {1 / value:.1f} times the KL at which best-of-n of SFT has its reward "
+        f"({worth}): {first} limits it more than {second}"
+    )
 
 
 def algorithm(round_: str, locks: Locks) -> str:

@@ -128,6 +128,12 @@ ROWS = (
         "evaluate.ppo.kl_per_token",
         "promote.max_kl_per_token",
     ),
+    _rate(
+        "Policy",
+        "KL efficiency, against best-of-n of SFT",
+        "evaluate.kl_efficiency",
+        absent="not measured",
+    ),
     Row(
         "Policy",
         "KL from the first SFT: policy; champion",

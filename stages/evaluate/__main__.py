@@ -4,12 +4,13 @@ Base, SFT, PPO's checkpoints, the policy and the champion answer the frozen prom
 random numbers, `samples_per_prompt` times (checkpoints: `checkpoint_samples_per_prompt`), so that
 comparisons are paired. The champion is the last policy that was promoted, on its own SFT model.
 
-Reads prepare's held-out data, the SFT and reward models, PPO's policy and checkpoints, and
-champion.json. Writes to rounds/<round>/evaluate: samples.jsonl, metrics.jsonl and curves.csv (the
-checkpoints by update), and metrics.json. In the latter, `reproduced`: a fresh process repeated the
-policy's first sample of each prompt, with its score and KL: bit for bit on a CPU without vLLM, else
-as stages/evaluate/reproduce.py says; `overoptimisation`: whether PPO went too far;
-`win_rate_prompts_needed`: how many prompts would decide, if these do not.
+Reads prepare's held-out data, the SFT and reward models, battery's best-of-n, PPO's policy and
+checkpoints, and champion.json. Writes to rounds/<round>/evaluate: samples.jsonl, metrics.jsonl and
+curves.csv (the checkpoints by update), and metrics.json. In the latter, `reproduced`: a fresh
+process repeated the policy's first sample of each prompt, with its score and KL: bit for bit on a
+CPU without vLLM, else as stages/evaluate/reproduce.py says; `overoptimisation`: whether PPO went
+too far; `kl_efficiency`: what its KL is worth; `win_rate_prompts_needed`: how many prompts would
+decide, if these do not.
 
 Run: `python -m stages.evaluate --round r0`.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
+from stages.evaluate.kl_efficiency import kl_efficiency, rise_per_distance
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
@@ -37,6 +39,7 @@ from stages.lib.core.judge_answers import record_answers
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
+from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
@@ -100,6 +103,7 @@ def main(params: Params, round_: str) -> None:
     if update or metrics["ppo"]["kl"] > ROUNDING:  # else the policy is SFT; a champion is far away
         curve.append(curve_point(update, metrics["ppo"], win_rate[0], selected["policy_scale"]))
     exact = is_exact(params, evaluator.sft.device)
+    comparisons |= efficiency(results, read_metrics(round_, "battery"))
     again = world.in_main(lambda: rerun_policy(params, round_))
     compared = check_reproduced(results.samples["ppo"][0], again, exact)
     print(f"{recorder.label}: in a fresh process, {compared}", flush=True)
@@ -132,6 +136,24 @@ def main(params: Params, round_: str) -> None:
     record_answers(round_, has_answers=bool(params.language_models()))
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
+
+
+def efficiency(results: ModelResults, battery: Metrics) -> dict[str, float | None]:
+    """`kl_efficiency` of the policy with its interval; null without a reward model or without KL.
+
+    battery: its metrics, with the scores of best-of-n.
+    """
+    names = interval_names("kl_efficiency")
+    curve = {
+        int(n): point["score"] for n, point in battery.get("best_of_n", {}).items() if n.isdigit()
+    }
+    slope = rise_per_distance(curve) if curve else None
+    if slope is None or results.metrics["ppo"]["kl"] <= ROUNDING:
+        return dict.fromkeys(names)
+    (rises, kls), config = results.rises_and_kls(), results.evaluator.params.evaluate
+    seed = results.evaluator.params.seed
+    interval = kl_efficiency(rises, kls, slope, config.bootstrap_resamples, seed)
+    return {**with_interval("kl_efficiency", interval)}
 
 
 def evaluate_checkpoints(checkpoints: list[Path], results: ModelResults) -> list[dict[str, float]]:

@@ -169,6 +169,16 @@ class ModelResults:
             columns["judge_gain"] = np.subtract(a, b).tolist()
         return {key: interval_over_prompts(column, params) for key, column in columns.items()}
 
+    def rises_and_kls(self) -> tuple[list[float], list[float]]:
+        """Per prompt, the policy's mean reward score less SFT's, and its mean KL from SFT."""
+
+        def means(name: str, key: str) -> list[float]:
+            passes = [[getattr(sample, key) for sample in one] for one in self.samples[name]]
+            return cast(list[float], np.mean(passes, axis=0).tolist())
+
+        policy, sft = means("ppo", "score"), means("sft", "score")
+        return np.subtract(policy, sft).tolist(), means("ppo", "kl")
+
 
 def print_metrics(label: str, subject: str, metrics: Mapping[str, float | None]) -> None:
     numbers = [f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, float)]

@@ -182,6 +182,8 @@ def make_round(
         )
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4, "policy_scale": 0.9})
+        curve = {"1": {"score": -1.0}, "2": {"score": -0.5}}
+        write_json(folder / "battery/metrics.json", {"best_of_n": curve | {"rise": 0.1}})
         for name in ("champion", "start"):
             write_json(folder / f"champion/{name}.json", {"round": None})
         scores = {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0}

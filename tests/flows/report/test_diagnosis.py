@@ -357,3 +357,27 @@ def test_the_options_of_a_run_give_its_params() -> None:
         Path("params.yaml"), json.dumps(Params().model_dump(mode="json"), ensure_ascii=False)
     )
     assert options_of(load_params()) == ["--preset", "default", "--rounds", "2"]
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "expected"),
+    [
+        ([0.4, 0.3, 0.5], "paid 2.5 times the KL at which best-of-n of SFT has its reward (KL"),
+        ([0.4, 0.3, 0.5], ": its training limits it more than the reward model"),
+        ([0.8, 0.7, 0.9], "paid 1.2 times"),
+        ([0.8, 0.7, 0.9], ": the reward model limits it more than its training"),
+        ([0.0, 0.0, 0.0], "PPO paid 6.8 nats for no reward"),
+    ],
+)
+def test_what_limits_the_policy(efficiency: list[float], expected: str) -> None:
+    names = ("kl_efficiency", "kl_efficiency_low", "kl_efficiency_high")
+    values = VALUES["evaluate"] | dict(zip(names, efficiency, strict=True)) | {"ppo": {"kl": 6.8}}
+    write_metrics("r0", evaluate=values)
+    write_gates("r0", {}, "block")
+    assert expected in line()
+
+
+def test_without_a_kl_efficiency_nothing_is_said_of_limits() -> None:
+    write_metrics("r0", evaluate=VALUES["evaluate"] | {"kl_efficiency": None})
+    write_gates("r0", {}, "block")
+    assert "limits" not in line() and "paid" not in line()

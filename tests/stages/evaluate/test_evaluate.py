@@ -215,6 +215,11 @@ def test_a_round_and_its_champion(make_round):
     r0 = read_json("rounds/r0/evaluate/metrics.json")
     r1 = read_json("rounds/r1/evaluate/metrics.json")
     check_perplexity_of_human_text(r0)
+    rounds = {"r0": r0, "r1": r1}  # whose reward models have opposite tastes
+    efficiencies = {name: metrics["kl_efficiency"] for name, metrics in rounds.items()}
+    assert 0 in efficiencies.values() and max(efficiencies.values()) > 0, efficiencies
+    for metrics in rounds.values():
+        check_kl_efficiency(metrics)
 
     # every model has every metric; in the first round there is no champion
     assert all(r1[name].keys() >= KEYS for name in ("base", "sft", "ppo", "champion"))
@@ -246,6 +251,16 @@ def test_a_round_and_its_champion(make_round):
     message = r"rounds/r0/ppo/policy is not the version in rounds/r1/champion/champion\.json: run"
     with pytest.raises(BadInput, match=message):
         main(params, "r1")
+
+
+def check_kl_efficiency(metrics: dict) -> None:
+    """By hand: best of 2 rises by 0.5 at log 2 - 1/2 nats."""
+    slope = 0.5 / math.sqrt(math.log(2) - 0.5)
+    rise = max(metrics["ppo"]["score"] - metrics["sft"]["score"], 0.0)
+    expected = (rise / slope) ** 2 / metrics["ppo"]["kl"]
+    names = ("kl_efficiency_low", "kl_efficiency", "kl_efficiency_high")
+    low, efficiency, high = (metrics[name] for name in names)
+    assert efficiency == pytest.approx(expected, rel=1e-4) and low <= efficiency <= high
 
 
 def check_samples_and_curve(metrics: dict) -> None:
