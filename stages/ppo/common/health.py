@@ -190,6 +190,16 @@ def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
     return (WARN if several_steps and fraction < least else ""), fraction
 
 
+def critic_predicts_nothing(history: MetricHistory, _: PpoParams) -> Reading:
+    """Below 0, a constant would predict the returns better: a warning for the mean, a danger if all
+    of the last 2 * WINDOW updates are.
+    """
+    recent = [row["explained_variance"] for row in history.steps[-2 * WINDOW :]]
+    mean = history.last("explained_variance")
+    never = all(value < 0 for value in recent)  # a NaN, of equal returns, is not
+    return (DANGER if never else WARN if mean < 0 else ""), mean
+
+
 # The texts of a sign are written to health.json, so a change of wording changes that output.
 HEALTH_CHECKS = (
     HealthCheck(
@@ -286,6 +296,14 @@ HEALTH_CHECKS = (
         cause="the critic cannot follow the returns",
         first_fix="lower ppo.critic_learning_rate, clip scores (ppo.score_clip)",
         evaluate=lambda history, _: worse_above(history.over_median("value_loss"), 5.0, 20.0),
+    ),
+    HealthCheck(
+        "critic predicts nothing",
+        metric="explained_variance",
+        threshold="0 or more",
+        cause="the critic predicts the returns worse than a constant, so its advantages are noise",
+        first_fix="raise ppo.critic_warmup_epochs or ppo.num_critic_epochs, or try algorithm rloo",
+        evaluate=critic_predicts_nothing,
     ),
     HealthCheck(
         "clips too much",

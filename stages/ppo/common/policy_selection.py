@@ -42,8 +42,7 @@ from stages.ppo.common.health import KL_ABOVE_BUDGET, NO_ROUNDING, Rounding
 from stages.ppo.common.reference import SampledPolicy, load_weights
 
 # Responses per prompt of the scaled policies, whose KL decides the selected policy's scale, and of
-# SFT, whose length is the unit of the target KL. With one, the standard error of either on 128
-# prompts is 4%.
+# those before the first update. With one, the standard error of KL or length on 128 prompts is 4%.
 SCALING_SAMPLES = 4
 ROUNDED_RESPONSES = 32  # of SFT, on which rounding is measured
 REACHED = 0.9  # share of the target KL below which it counts as missed
@@ -149,6 +148,7 @@ class PolicySelector:
             validated last, which may be the one that is scaled.
         history: all validations, in their order; the first is of SFT.
         first_texts: the responses of SFT.
+        responses: those measured last, to all prompts, then to all again.
         rounding: measured on them.
     """
 
@@ -162,6 +162,7 @@ class PolicySelector:
     candidates: list[Candidate] = field(default_factory=list)
     history: list[Validation] = field(default_factory=list)
     first_texts: list[str] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
     rounding: Rounding = NO_ROUNDING
 
     @property
@@ -172,11 +173,11 @@ class PolicySelector:
     def validate(self, update: int) -> Validation:
         """Measure the policy after `update`; keep a copy of its weights while it may be selected.
 
-        SFT, the first one, gets as many responses as a scaled policy: their length is the unit of
-        the target KL.
+        Before the first update it gets as many responses as a scaled policy: the length of SFT's is
+        the unit of the target KL, and the critic is fitted to them.
         """
         with progress("validation"):
-            validation = self.measure(update, samples=1 if self.history else SCALING_SAMPLES)
+            validation = self.measure(update, samples=1 if update else SCALING_SAMPLES)
         weights = trainable_state_dict(self.roles.policy)
         new = Candidate(validation, {n: w.to("cpu", copy=True) for n, w in weights.items()})
         if not self.weights or self.is_better(validation, self.best):
@@ -217,20 +218,14 @@ class PolicySelector:
         return validation
 
     def is_better(self, new: Validation, old: Validation) -> bool:
-        """Whether a policy is better than an older one.
-
-        Within the KL budget: if the judge's mean gain over it exceeds one standard error. A policy
-        beyond the budget loses to all within it, and to those with a smaller KL. The budget holds
+        """Whether a policy is within the KL budget, and the judge's mean gain over an older one
+        exceeds one standard error. SFT, the first one, is always within the budget, which holds
         for a KL of one standard error more, since it is measured on a few prompts.
         """
-        old_fits, new_fits = (
-            validation.kl_per_token + validation.kl_per_token_se <= self.params.max_kl_per_token
-            for validation in (old, new)
-        )
-        if new_fits and old_fits:
-            gain, error = paired_gain(new.judge_scores, old.judge_scores)
-            return gain > error
-        return new_fits if new_fits != old_fits else new.kl_per_token < old.kl_per_token
+        if new.kl_per_token + new.kl_per_token_se > self.params.max_kl_per_token:
+            return False
+        gain, error = paired_gain(new.judge_scores, old.judge_scores)
+        return gain > error
 
     def select(self, update: int, danger: str, checkpoints: Path, model: ModelParams) -> Validation:
         """Give the policy the weights of the selected one, after the last `update`.
@@ -302,7 +297,7 @@ class PolicySelector:
 
     def measure(self, update: int, scale: float = 1.0, samples: int = 1) -> Validation:
         """Sample responses to the held-out prompts; their judge scores and KL also go to the
-        history.
+        history. The first policy is SFT.
 
         samples: responses per prompt, of which the judge scores one.
         """
@@ -311,22 +306,25 @@ class PolicySelector:
         generator = torch.Generator().manual_seed(self.seed)
         sampled = [self.roles.sample(prompt_ids, p, generator) for _ in range(samples)]
         texts = [response.text for response in sampled[0]]
-        responses = score_responses(
-            [response for responses in sampled for response in responses],
-            self.roles.policy,
-            self.roles.reference,
-            self.roles.tokenizer,
-            temperature=p.temperature,
-        )
-        if not self.history:
+        self.responses = [response for responses in sampled for response in responses]
+        if self.history:
+            scored = score_responses(
+                self.responses,
+                self.roles.policy,
+                self.roles.reference,
+                self.roles.tokenizer,
+                temperature=p.temperature,
+            )
+            kls = torch.tensor([response.kl for response in scored])
+        else:  # SFT itself
+            kls = torch.zeros(len(self.responses))
             self.rounding = self.measure_rounding(sampled[0])
         prompts = [row["prompt"] for row, _ in self.prompts]
         self.first_texts = self.first_texts or texts
         scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
-        length = fmean(len(response.tokens) for response in responses)
+        length = fmean(len(response.tokens) for response in self.responses)
         # the error is over prompts, whose responses are not independent of each other
-        kls = torch.tensor([response.kl for response in responses])
         kl_of_prompts = kls.view(samples, len(prompts)).mean(0)
         kl, error = mean_with_error(kl_of_prompts.tolist())
         sft_length = self.first.length if self.history else length

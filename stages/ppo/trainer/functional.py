@@ -4,7 +4,9 @@ Dimensions: B episodes, T response tokens (padded on the right, mask (B, T) true
 vocabulary. All probabilities are natural logarithms, so every KL is in nats.
 """
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,69 +105,103 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return (scaled if shift_mean else scaled + mean) * mask
 
 
+class Clip(NamedTuple):
+    """Of the probability ratio: to 1 - low, 1 + high; for negative advantages to delta (dual clip,
+    Ye et al. 2020).
+    """
+
+    low: float
+    high: float
+    delta: float = math.inf
+
+
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate loss per token (Schulman et al. 2017, eq. 7, negated to be minimised).
 
     Args:
         logprobs, old_logprobs: nats, under the policy now and under the one that sampled.
         advantages: of the same shape.
-        cliprange: distance from 1 at which the probability ratio is clipped.
+        clip: of the probability ratio.
 
     Returns:
         The loss, and a bool per token: whether the clipped term is the larger one.
     """
     ratio = (logprobs - old_logprobs).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    unclipped = -advantages * ratio.clamp(max=clip.delta)
+    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def token_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """PPO: (B, T) clipped surrogate loss per token, and whether the clipped term is the larger one;
-    0 outside the mask.
+    """PPO and GRPO: (B, T) clipped surrogate loss per token, and whether the clipped term is the
+    larger one; 0 outside the mask.
     """
-    losses, clipped = policy_loss(logprobs, old_logprobs, advantages, cliprange)
+    losses, clipped = policy_loss(logprobs, old_logprobs, advantages, clip)
     return losses * mask, clipped * mask
 
 
 def sequence_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """(B,) clipped surrogate loss per sequence, and whether the clipped term is the larger one.
+    """(B,) clipped surrogate loss per sequence, and whether the clipped term is the larger one; 0
+    for a sequence without tokens in the mask.
 
     The ratio is that of whole sequences to the power of 1 / length, so that one cliprange fits all
     lengths; the advantage is the mean of the tokens' (Zheng et al. 2025, GSPO, eq. 5 and 7).
     """
-    lengths = mask.sum(1)
+    lengths = mask.sum(1).clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
         return (values * mask).sum(1) / lengths
 
-    return policy_loss(mean(logprobs), mean(old_logprobs), mean(advantages), cliprange)
+    return policy_loss(mean(logprobs), mean(old_logprobs), mean(advantages), clip)
 
 
 def response_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
     """RLOO: (B,) clipped surrogate loss per response, and whether the clipped term is the larger
     one. The ratio is that of whole responses; all tokens of one have its advantage.
     """
     response, old_response = ((values * mask).sum(1) for values in (logprobs, old_logprobs))
-    return policy_loss(response, old_response, advantages[:, 0], cliprange)
+    return policy_loss(response, old_response, advantages[:, 0] * mask[:, 0], clip)
 
 
-def response_mean_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
-) -> tuple[Tensor, Tensor]:
-    """GRPO: (B,) means over the tokens of each response: clipped surrogate losses, and the share of
-    which the clipped term is the larger one.
+def importance_weights(log_ratios: Tensor, most: float) -> Tensor:
+    """The policy's probability over that of the sampler, at most `most`: with them, the gradient on
+    samples of the sampler is that on samples of the policy but for what is cut off (truncated
+    importance sampling, Yao et al. 2025).
+
+    Args:
+        log_ratios: log p - log p_sampler of tokens or of whole responses, in nats.
     """
-    losses, clipped = token_policy_loss(logprobs, old_logprobs, advantages, mask, cliprange)
-    return losses.sum(1) / mask.sum(1), clipped.sum(1) / mask.sum(1)
+    return log_ratios.exp().clamp(max=most)
+
+
+def token_mean(mask: Tensor, tokens: Tensor, _: int) -> Tensor:
+    """(B, T) weights of a mean over the tokens of a mini-batch (PPO; DAPO, arXiv 2503.14476).
+
+    Args:
+        mask: (B, T) bool, of some of its episodes.
+        tokens: true entries of the masks of the whole mini-batch.
+    """
+    return mask / tokens
+
+
+def response_mean(mask: Tensor, _: Tensor, episodes: int) -> Tensor:
+    """(B, T) weights of a mean over the tokens of each response, then over the `episodes` of the
+    mini-batch (GRPO): a token of a long response weighs less (Liu et al. 2025, arXiv 2503.20783).
+    """
+    return mask / mask.sum(1, keepdim=True).clamp(min=1) / episodes
+
+
+def constant_length(length: int) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """(B, T) weights of sums over each response, over a constant `length` (Dr. GRPO)."""
+    return lambda mask, _, episodes: mask / (length * episodes)
 
 
 def value_loss(

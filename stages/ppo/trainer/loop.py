@@ -20,7 +20,8 @@ from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.rewards import RewardInputs
 from stages.ppo.common.run import Run, open_run
-from stages.ppo.trainer.update import PpoTrainer, Rollout
+from stages.ppo.trainer.rollout import Rollout
+from stages.ppo.trainer.update import PpoTrainer
 
 
 class TrainingRun(Run):
@@ -60,6 +61,10 @@ class TrainingRun(Run):
                 self.selector.validate_reference()
             self.validate_first()
             trainer.sft_length = self.selector.first.length
+            if trainer.algorithm.has_critic and self.ppo.critic_warmup_epochs:
+                responses = self.selector.responses
+                prompts = [*self.selector.prompts] * (len(responses) // len(self.selector.prompts))
+                trainer.fit_critic(prompts, responses)
             if trainer.algorithm.has_critic:  # RLOO and GRPO have no ratio per 1 / length
                 check_clip_range(self.ppo, self.selector.rounding)
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:

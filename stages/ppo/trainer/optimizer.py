@@ -24,14 +24,16 @@ class MasterWeightOptimizer:
         model: its parameters that require gradients are trained.
         learning_rate: the peak rate.
         rate: the factor on `learning_rate`, by the number of the update (from 0).
+        eps: AdamW's.
     """
 
-    def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
+    def __init__(
+        self, model: Any, learning_rate: float, rate: Callable[[int], float], eps: float
+    ) -> None:
         self.weights = dict(trainable_named(model))
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
-        # eps 1e-5, as in PPO's reference implementations (arXiv 2403.17031), not torch's 1e-8
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+            self.masters.values(), lr=learning_rate, eps=eps, weight_decay=0.0, fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
@@ -102,8 +104,10 @@ class ShardedOptimizer(MasterWeightOptimizer):
         sums: float32 gradients so far, by name: the own rows of a divided weight, else the whole.
     """
 
-    def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
-        super().__init__(model, learning_rate, rate)
+    def __init__(
+        self, model: Any, learning_rate: float, rate: Callable[[int], float], eps: float
+    ) -> None:
+        super().__init__(model, learning_rate, rate, eps)
         self.sums: dict[str, Tensor] = {}
 
     def _master(self, weight: Tensor) -> Tensor:
@@ -198,8 +202,8 @@ def _gathered(part: Tensor, shape: torch.Size) -> Tensor | None:
 
 
 def make_optimizer(
-    model: Any, learning_rate: float, rate: Callable[[int], float]
+    model: Any, learning_rate: float, rate: Callable[[int], float], eps: float
 ) -> MasterWeightOptimizer:
     """The optimizer that fits the model: divided among the processes, or whole in each."""
     kind = ShardedOptimizer if is_sharded(model) else MasterWeightOptimizer
-    return kind(model, learning_rate, rate)
+    return kind(model, learning_rate, rate, eps)

@@ -170,8 +170,8 @@ class Roles(SampledPolicy):
         """The tokens that end a response."""
         return end_tokens(self.policy, self.tokenizer)
 
-    def sampler_log_ratio(self, logprobs: Tensor, mask: Tensor) -> float | None:
-        """Mean |log p_engine - log p| of the tokens sampled last, in nats; None without an engine.
+    def sampler_log_ratios(self, logprobs: Tensor, mask: Tensor) -> Tensor | None:
+        """(B, T) log p - log p_engine of the tokens sampled last, in nats; None without an engine.
 
         Args:
             logprobs: (B, T) log-probabilities p of the sampled tokens under the policy.
@@ -182,7 +182,10 @@ class Roles(SampledPolicy):
         """
         if self.engine is None:
             return None
-        return self.engine.check(self.engine.logprobs, logprobs[mask])
+        self.engine.check(self.engine.logprobs, logprobs[mask])
+        sampled = logprobs.clone()
+        sampled[mask] = logprobs.new_tensor(self.engine.logprobs)
+        return logprobs - sampled
 
     def policy_hidden(self, packed: Packed, policy_states: Sequence[Tensor]) -> Tensor:
         """(M, H) last states of the policy, with gradients: run its trained layers.

@@ -3,8 +3,8 @@
 Dimensions: B episodes, T tokens of the longest response.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import tracked
-from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.logprobs import response_entropies, response_logprobs
@@ -22,52 +21,23 @@ from stages.lib.lm.packing import Packed, hidden_states, pack, unwrap_peft
 from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import sum_of_trainable
 from stages.lib.lm.world import in_step
-from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.rewards import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.advantages import OnlineAlgorithm, ppo
 from stages.ppo.trainer.optimizer import make_optimizer
-from stages.ppo.trainer.roles import Pass, RoleOutputs, Roles, concat_outputs, concat_padded
+from stages.ppo.trainer.roles import Pass, Roles, concat_outputs, concat_padded
+from stages.ppo.trainer.rollout import Indices, MicroBatch, Rollout, describe
 
-Indices = range | list[int]
+# AdamW's eps: the policy's as in PPO's reference implementations (arXiv 2403.17031), the critic's
+# is torch's, since most of its gradients are smaller than 1e-5 (docs/log.md)
+POLICY_EPS, CRITIC_EPS = 1e-5, 1e-8
 
-# The metrics of a mini-batch, of which each micro-batch has a share. Those of values: with a critic
-SHARES = (
-    "policy_loss",
-    "value_loss",
-    "clip_fraction",
-    "value_clip_fraction",
-    "approx_kl",
-    "ratio_mean",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout(RoleOutputs):
-    """One rollout of B episodes, without those whose rewards failed."""
-
-    rows: list[TrainingPrompt]  # of the prompts
-    responses: list[Response]
-    parts: dict[str, list[float]]  # scores of the further rewards, by name
-    failed_share: float | None  # of the sampled episodes, left out; None: no reward can fail
-    failures: list[str]  # one line per reward and reason
-    # (B,) raw or served scores, in standard deviations of SFT demonstrations; without a reward
-    # model the weighted sum of the parts
-    calibrated: Tensor
-    scores: Tensor  # (B,) weighted sum of calibrated and parts, clipped and penalised
-    advantages: Tensor  # (B, T)
-    returns: Tensor  # (B, T) for the critic
-    sampler_log_ratio: float | None  # see `Roles`
-    own: Indices  # the episodes that this process trains on
-
-    @property
-    def sequence_kl(self) -> Tensor:
-        """(B,) KL of the policy to the reference, nats per sequence: the sum over the response.
-
-        Its mean estimates the KL of sequences without bias, with less variance than log-ratios.
-        """
-        return self.kl.sum(1)
+# The metrics of a mini-batch, of which each micro-batch has a share, by what is trained
+SHARES = {
+    "policy": ("policy_loss", "clip_fraction", "approx_kl", "ratio_mean"),
+    "critic": ("value_loss", "value_clip_fraction"),
+}
 
 
 class PpoTrainer:
@@ -106,14 +76,17 @@ class PpoTrainer:
         )
         self.planned_updates = planned_updates(params)
         # policy and critic have rates of their own, and their gradients are clipped separately
-        self.trained, rates = {"policy": roles.policy}, [params.learning_rate]
+        self.trained = {"policy": roles.policy}
+        self.epochs = {"policy": params.num_ppo_epochs}
+        self.optimizers = {
+            "policy": make_optimizer(roles.policy, params.learning_rate, self._rate, POLICY_EPS)
+        }
         if self.algorithm.has_critic:
             self.trained["critic"] = roles.critic
-            rates.append(params.critic_learning_rate)
-        self.optimizers = [
-            make_optimizer(model, rate, self._rate)
-            for model, rate in zip(self.trained.values(), rates, strict=True)
-        ]
+            self.epochs["critic"] = params.num_critic_epochs or params.num_ppo_epochs
+            self.optimizers["critic"] = make_optimizer(
+                roles.critic, params.critic_learning_rate, self._rate, CRITIC_EPS
+            )
 
     def _rate(self, update: int) -> float:
         """Linear warm-up, then linear decay to a tenth, so that the last updates still train."""
@@ -163,12 +136,15 @@ class PpoTrainer:
         return [self.prompts[i] for i in chosen for _ in range(samples)]
 
     @torch.no_grad()
-    def rollout(self, batch: list[Episode]) -> Rollout:
-        """Generate responses to a batch of prompts and compute their advantages."""
+    def rollout(self, batch: list[Episode], responses: list[Response] | None = None) -> Rollout:
+        """Generate responses to a batch of prompts, unless they are given, and compute their
+        advantages.
+        """
         p, roles = self.params, self.roles
 
         # 2. generate
-        responses = roles.sample([tokens for _, tokens in batch], p, self.generator)
+        is_given = responses is not None
+        responses = responses or roles.sample([tokens for _, tokens in batch], p, self.generator)
         inputs = RewardInputs([row for row, _ in batch], responses)
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
@@ -184,7 +160,9 @@ class PpoTrainer:
             part, self.rollout_pass = roles.forward(packed, p.temperature, keep_gradients)
             own_outputs += [part] if is_own else []
         outputs = concat_outputs(own_outputs)
-        sampler_log_ratio = roles.sampler_log_ratio(outputs.logprobs, outputs.mask)
+        sampler_log_ratios = None  # an engine knows those of its last samples
+        if not is_given:
+            sampler_log_ratios = roles.sampler_log_ratios(outputs.logprobs, outputs.mask)
 
         # 3. score: the reward model's calibrated score and the further rewards; an episode whose
         # rewards failed is left out
@@ -194,6 +172,8 @@ class PpoTrainer:
             self.rollout_pass = None  # it is one pass of all episodes
             own = [new for new, old in enumerate(kept) if old in own]
             inputs, outputs = inputs.select(kept), outputs.select(kept)
+            if sampler_log_ratios is not None:
+                sampler_log_ratios = sampler_log_ratios[kept]
         parts = results.parts
         served = parts.pop(SERVED, None)
         if served is not None:
@@ -216,7 +196,9 @@ class PpoTrainer:
         advantages, returns = self.algorithm.advantages(
             rewards, outputs.values, outputs.mask, groups
         )
+        is_left_out = p.mask_truncated_completions & ~ended
         return Rollout(
+            trained=outputs.mask & ~is_left_out[:, None],
             rows=list(inputs.rows),
             responses=list(inputs.responses),
             parts=parts,
@@ -226,37 +208,62 @@ class PpoTrainer:
             scores=scores,
             advantages=advantages,
             returns=returns,
-            sampler_log_ratio=sampler_log_ratio,
+            sampler_log_ratios=sampler_log_ratios,
             own=own,
             **vars(outputs),
         )
 
     def optimize(self, rollout: Rollout) -> dict[str, float]:
-        """6. Update policy and critic: `num_ppo_epochs` passes over the rollout in mini-batches.
+        """6. Update policy and critic: `num_ppo_epochs` and `num_critic_epochs` passes over the
+        rollout in mini-batches.
 
         Returns:
-            Means of the metrics over all optimizer steps, and the learning rate.
+            Means of the metrics over the optimizer steps, and the learning rate.
         """
-        p, steps = self.params, 0
         rollout_pass, self.rollout_pass = self.rollout_pass, None
-        totals: dict[str, float] = {}
-        for epoch in range(1, p.num_ppo_epochs + 1):
-            mini_batches = draw_mini_batches(len(rollout.rows), p.mini_batch_size, self.generator)
-            number = len(mini_batches)
-            for mini_batch in tracked(f"epoch {epoch}:", mini_batches, number, "mini-batches"):
-                metrics = self.optimizer_step(rollout, mini_batch, rollout_pass)
+        values: dict[str, list[float]] = {}
+        for epoch in range(1, max(self.epochs.values()) + 1):
+            trained = [name for name, epochs in self.epochs.items() if epoch <= epochs]
+            for mini_batch in self.mini_batches(rollout, f"epoch {epoch}:"):
+                metrics = self.optimizer_step(rollout, mini_batch, rollout_pass, trained)
                 rollout_pass = None
-                totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
-                steps += 1
-        for optimizer in self.optimizers:
+                for name, value in metrics.items():
+                    values.setdefault(name, []).append(value)
+        for optimizer in self.optimizers.values():
             optimizer.scheduler.step()
-        rate = float(self.optimizers[0].scheduler.get_last_lr()[0])
-        return {name: value / steps for name, value in totals.items()} | {"learning_rate": rate}
+        rate = float(self.optimizers["policy"].scheduler.get_last_lr()[0])
+        return {name: fmean(value) for name, value in values.items()} | {"learning_rate": rate}
 
-    def check_rollout(self, rollout: Rollout) -> None:
-        """Check that the roles' outputs are finite, and before the first update `ratio` and KL."""
+    def mini_batches(self, rollout: Rollout, what: str) -> Iterator[list[int]]:
+        """The episodes of a rollout in a new order; `what` names the pass over them."""
+        size, generator = self.params.mini_batch_size, self.generator
+        mini_batches = draw_mini_batches(len(rollout.rows), size, generator)
+        return tracked(what, mini_batches, len(mini_batches), "mini-batches")
+
+    def fit_critic(self, batch: list[Episode], responses: list[Response]) -> None:
+        """Fit the critic to the returns of the policy's responses before the first update: as the
+        reward model, it has seen no unfinished response (VC-PPO, arXiv 2503.01491). Its values may
+        go as far as the returns: they are not clipped.
+        """
+        p, rollouts = self.params, []
+        for start in range(0, len(batch), p.batch_size):  # as large as others: so are requests
+            part = slice(start, start + p.batch_size)
+            rollouts.append(self.rollout(batch[part], responses[part]))
+            self.check_outputs(rollouts[-1])
+        self.rollout_pass = None
+        for epoch in range(1, p.critic_warmup_epochs + 1):
+            for rollout in tracked(f"critic, epoch {epoch}:", rollouts, len(rollouts), "rollouts"):
+                for mini_batch in self.mini_batches(rollout, "critic:"):
+                    self.optimizer_step(rollout, mini_batch, None, ["critic"], math.inf)
+
+    def check_outputs(self, rollout: Rollout) -> None:
+        """Check that the roles' outputs are finite."""
         checked = ("raw_scores", "logprobs", "ref_logprobs", "values")
         check_finite({name: getattr(rollout, name) for name in checked}, self.updates + 1)
+
+    def check_rollout(self, rollout: Rollout) -> None:
+        """Check that the outputs are finite, and before the first update `ratio` and KL."""
+        self.check_outputs(rollout)
         if self.updates == 0:
             # the micro-batches of the rollout: in bfloat16, others would be rounded differently
             micro_batches, spare = (
@@ -293,108 +300,131 @@ class PpoTrainer:
         return in_step(self.roles.policy, tracked(what, parts, len(parts), "micro-batches"), [0])
 
     def optimizer_step(
-        self, rollout: Rollout, mini_batch: list[int], rollout_pass: Pass | None
+        self,
+        rollout: Rollout,
+        mini_batch: list[int],
+        rollout_pass: Pass | None = None,
+        trained: Sequence[str] = (),
+        cliprange_value: float | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch; returns its metrics.
 
         The loss is the mean over all tokens of the mini-batch, in however many micro-batches and
-        processes it is computed. `rollout_pass`: used in place of a new forward pass, if given.
+        processes it is computed.
+
+        Args:
+            rollout: all episodes of the update.
+            mini_batch: indices of its episodes.
+            rollout_pass: used in place of a new forward pass, if given.
+            trained: `policy`, `critic`; empty: all there are.
+            cliprange_value: None: that of params.yaml.
         """
+        trained = trained or [*self.trained]
+        clip = self.params.cliprange_value if cliprange_value is None else cliprange_value
         episodes = [i for i in mini_batch if i in rollout.own]
-        names = [n for n in SHARES if self.algorithm.has_critic or not n.startswith("value")]
+        names = [name for part in trained for name in SHARES[part]]
         sums = {name: rollout.logprobs.new_zeros(()) for name in names}
+        optimizers = {name: self.optimizers[name] for name in trained}
         for micro_batch, is_own in self.micro_batches(episodes, "gradients"):
             packed = self.pack_episodes(rollout.responses, micro_batch)
-            shares = self.backward(
-                rollout, packed, micro_batch, mini_batch, rollout_pass, float(is_own)
-            )
-            for optimizer in self.optimizers:
+            batch = MicroBatch(rollout, packed, micro_batch, mini_batch, float(is_own))
+            shares = self.backward(batch, rollout_pass, trained, clip)
+            for optimizer in optimizers.values():
                 optimizer.accumulate_grads()
             sums = {name: sums[name] + shares[name] for name in names}
         if world.size() > 1:
-            grads = [grad for optimizer in self.optimizers for grad in optimizer.grads()]
+            grads = [grad for optimizer in optimizers.values() for grad in optimizer.grads()]
             world.add_up([*sums.values(), *grads])
-        for name, optimizer in zip(self.trained, self.optimizers, strict=True):
+        for name, optimizer in optimizers.items():
             sums[f"{name}_grad_norm"] = optimizer.clip(self.params.max_grad_norm)
         # before the weights change, so that a diverged run keeps its last good weights
         check_finite(sums, self.updates + 1)
-        for optimizer in self.optimizers:
+        for optimizer in optimizers.values():
             optimizer.step()
         return {name: float(value) for name, value in sums.items()}
 
     def backward(
         self,
-        rollout: Rollout,
-        packed: Packed,
-        micro_batch: Indices,
-        mini_batch: list[int],
+        batch: MicroBatch,
         rollout_pass: Pass | None,
-        weight: float,
+        trained: Sequence[str],
+        cliprange_value: float,
     ) -> dict[str, Tensor]:
         """Accumulate the gradients of a micro-batch: of the policy, then of the critic, so that the
-        activations of only one of them are in memory.
-
-        Args:
-            rollout: all episodes of the update.
-            packed: the micro-batch's episodes.
-            micro_batch, mini_batch: indices of their episodes. Losses are means over mini_batch.
-            rollout_pass: used in place of a new forward pass, if given.
-            weight: 0: the passes run, but gradients and shares are 0.
+        activations of only one of them are in memory. See `optimizer_step`.
 
         Returns:
             SHARES: the micro-batch's share of each metric of the mini-batch.
         """
-        roles, p = self.roles, self.params
-        tokens, episodes = rollout.mask[mini_batch].sum(), len(mini_batch)
-        # a micro-batch is only as wide as its own longest response
-        mask, width = packed.response_mask, packed.response_mask.shape[1]
-        old_logprobs, ref_logprobs, old_values, advantages, returns = (
-            column[micro_batch, :width]
-            for column in (
-                *(rollout.logprobs, rollout.ref_logprobs, rollout.values),
-                *(rollout.advantages, rollout.returns),
-            )
-        )
+        roles, packed, rollout = self.roles, batch.packed, batch.rollout
+        shares: dict[str, Tensor] = {}
+        loss = rollout.logprobs.new_zeros(())
         if rollout_pass:
             hidden, logprobs, values = rollout_pass
         else:
-            hidden = roles.policy_hidden(packed, [rollout.policy_states[i] for i in micro_batch])
-            logprobs = response_logprobs(roles.policy, packed, hidden, p.temperature)
-        losses, clipped = self.algorithm.loss(
-            logprobs, old_logprobs, advantages, mask, self.algorithm.cliprange
+            policy_states = [rollout.policy_states[i] for i in batch.episodes]
+            with torch.set_grad_enabled("policy" in trained):
+                hidden = roles.policy_hidden(packed, policy_states)
+        if "policy" in trained:
+            if not rollout_pass:
+                logprobs = response_logprobs(roles.policy, packed, hidden, self.params.temperature)
+            loss, shares = self.policy_loss(batch, hidden, logprobs)
+            # a critic that is a head on the policy has one backward pass with it
+            if roles.critic_view or "critic" not in trained:
+                (batch.weight * loss).backward()
+                loss = torch.zeros_like(loss)
+        if "critic" in trained:
+            if not rollout_pass:
+                states = [rollout.critic_states[i] for i in batch.episodes]
+                values = roles.values(packed, states, hidden)
+            old_values, returns = batch.columns(rollout.values, rollout.returns)
+            losses, clipped = F.value_loss(values, old_values, returns, cliprange_value)
+            value_loss = (losses * packed.response_mask).sum() / batch.tokens
+            # an optimizer of its own needs no weight beside its rate
+            weight = 1.0 if roles.critic_view else self.params.vf_coef
+            (batch.weight * (loss + weight * value_loss)).backward()
+            shares["value_loss"] = value_loss
+            clip_fraction = (clipped * packed.response_mask).sum() / batch.tokens
+            shares["value_clip_fraction"] = clip_fraction
+        return {name: batch.weight * share.detach() for name, share in shares.items()}
+
+    def policy_loss(
+        self, batch: MicroBatch, hidden: Tensor, logprobs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's share of the policy's loss and metrics.
+
+        Args:
+            hidden: (M, H) last states of the policy.
+            logprobs: (B, T) nats, with gradients.
+        """
+        p, rollout, algorithm = self.params, batch.rollout, self.algorithm
+        mask, old_logprobs, ref_logprobs, advantages = batch.columns(
+            rollout.trained, rollout.logprobs, rollout.ref_logprobs, rollout.advantages
         )
-        count = tokens if losses.dim() == 2 else episodes  # per token, or per episode
-        policy_loss, clip_fraction = losses.sum() / count, clipped.sum() / count
+        tokens = rollout.trained[batch.mini_batch].sum().clamp(min=1)
+        episodes = len(batch.mini_batch)
+        losses, clipped = algorithm.loss(logprobs, old_logprobs, advantages, mask, algorithm.clip)
+        weights = algorithm.weights(mask, tokens, episodes)
+        per_token = losses.dim() == 2
+        if rollout.sampler_log_ratios is not None:
+            [log_ratios] = batch.columns(rollout.sampler_log_ratios)
+            log_ratios = log_ratios if per_token else (log_ratios * mask).sum(1)
+            losses = losses * F.importance_weights(log_ratios, p.vllm_importance_sampling_clip_max)
+        policy_loss = (losses * weights).sum() if per_token else losses.sum() / episodes
         loss = policy_loss
         if p.entropy_coef:
-            entropies = response_entropies(roles.policy, packed, hidden, p.temperature)
-            loss = loss - p.entropy_coef * entropies.sum() / tokens
+            entropies = response_entropies(self.roles.policy, batch.packed, hidden, p.temperature)
+            loss = loss - p.entropy_coef * (entropies * mask).sum() / tokens
         ratio = (logprobs - old_logprobs).exp() * mask
-        if self.algorithm.kl_in_loss:
-            kl = (F.kl_k3(logprobs, ref_logprobs) * ratio).sum(1) / mask.sum(1)
-            loss = loss + self.kl_controller.kl_coef * kl.sum() / episodes
-        shares = {
+        if algorithm.kl_in_loss:
+            kl = F.kl_k3(logprobs, ref_logprobs) * ratio
+            loss = loss + self.kl_controller.kl_coef * (kl * weights).sum()
+        return loss, {
             "policy_loss": policy_loss,
-            "clip_fraction": clip_fraction,
+            "clip_fraction": clipped.sum() / (tokens if per_token else episodes),
             "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
             "ratio_mean": ratio.sum() / tokens,
         }
-        # a critic that is a head on the policy has one backward pass with it
-        if roles.critic_view or not self.algorithm.has_critic:
-            (weight * loss).backward()
-            loss = torch.zeros_like(loss)
-        if self.algorithm.has_critic:
-            if not rollout_pass:
-                states = [rollout.critic_states[i] for i in micro_batch]
-                values = roles.values(packed, states, hidden)
-            value_losses, value_clipped = F.value_loss(
-                values, old_values, returns, p.cliprange_value
-            )
-            value_loss = (value_losses * mask).sum() / tokens
-            (weight * (loss + p.vf_coef * value_loss)).backward()
-            shares["value_loss"] = value_loss
-            shares["value_clip_fraction"] = (value_clipped * mask).sum() / tokens
-        return {name: weight * share.detach() for name, share in shares.items()}
 
     def state(self) -> StateDict:
         """Everything that the next update depends on, for `load_state`.
@@ -406,7 +436,7 @@ class PpoTrainer:
             "sft_length": self.sft_length,
             "order": self.order,
             "kl_coef": self.kl_controller.kl_coef,
-            "optimizers": [optimizer.state() for optimizer in self.optimizers],
+            "optimizers": {name: one.state() for name, one in self.optimizers.items()},
             "generator": self.generator.get_state(),
             "rewards": self.roles.rewards.state(),
         }
@@ -415,8 +445,8 @@ class PpoTrainer:
         self.updates, self.order = state["updates"], state["order"]
         self.sft_length = state["sft_length"]
         self.kl_controller.kl_coef = state["kl_coef"]
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state(saved)
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state(state["optimizers"][name])
         self.generator.set_state(state["generator"])
         self.roles.rewards.load_state(state["rewards"])
 
@@ -435,40 +465,6 @@ def draw_mini_batches(count: int, size: int, generator: torch.Generator) -> list
     groups = torch.rand(-(-count // number), number, generator=generator).argsort(1)
     episodes = groups + number * torch.arange(len(groups))[:, None]
     return [column[column < count].tolist() for column in episodes.T]
-
-
-def describe(rollout: Rollout, sft_length: float, has_critic: bool = True) -> dict[str, float]:
-    """Metrics of a rollout: scores, KL (nats per sequence, and over the length of SFT's responses,
-    `sft_length` tokens, with its standard error), entropy (nats per token), length (tokens),
-    critic.
-    """
-    kl, kl_error = mean_with_error(rollout.sequence_kl.tolist())
-    metrics = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
-    if rollout.sampler_log_ratio is not None:
-        metrics = {"sampler_log_ratio": rollout.sampler_log_ratio} | metrics
-    if rollout.failed_share is not None:
-        metrics["reward_failed_share"] = rollout.failed_share
-    metrics |= {
-        "score_mean": float(rollout.calibrated.mean()),
-        "score_std": float(rollout.calibrated.std()),
-        "reward_mean": float(rollout.scores.mean()),
-        "reward_std": float(rollout.scores.std()),
-        "kl": kl,
-        "kl_per_token": kl / sft_length,
-        "kl_per_token_se": kl_error / sft_length,
-        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
-        "response_length": fmean(rollout.mask.sum(1).tolist()),
-        "eos_rate": float(torch.tensor([r.ended for r in rollout.responses]).float().mean()),
-    }
-    if has_critic:
-        metrics |= {
-            "explained_variance": F.explained_variance(
-                rollout.values, rollout.returns, rollout.mask
-            ),
-            "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
-            "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
-        }
-    return metrics
 
 
 def check_finite(tensors: dict[str, Tensor], update: int) -> None:

@@ -62,6 +62,7 @@ def test_the_answers_of_the_data_reach_functions_and_servers(params, server, cap
     """The server fails for the first of the four responses of each update."""
     server.spoil = lambda reply: reply | {"rewards": [None, *reply["rewards"][1:]]}
     params.ppo.max_failed_rewards = 0.25
+    params.ppo.critic_warmup_epochs = 0
     inputs(params, "r0")
     prepare(params, "r0")
     prompts = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "")

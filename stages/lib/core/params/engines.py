@@ -14,12 +14,15 @@ Options = dict[str, Value | list[Value]]
 # No engine does otherwise: they start the policy and the reference from the same model, and train
 # all weights.
 COMMON: dict[str, Any] = {
+    "cliprange_high": None,
     "critic": "reward",
+    "delta": None,
     "init_from": "sft",
     "kl_control": "fixed",
     "loss_level": "token",
     "lora.r": 0,
     "critic_lora.r": 0,
+    "mask_truncated_completions": False,
     "reward_url": None,
     "reward_weight": 1.0,
     "rewards": [],

@@ -92,9 +92,31 @@ class RlooParams(OnlineParams):
     )
 
 
+class GrpoLoss(str, Enum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    dapo = "dapo"
+
+
+class ScaleRewards(str, Enum):
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
 class GrpoParams(OnlineParams):
     beta: float = Field(
         0.11, ge=0, description="KL coefficient: added to the loss per nat per token (k3)."
+    )
+    loss_type: GrpoLoss = Field(
+        GrpoLoss.grpo,
+        description="Mean over the tokens of each response (`grpo`), over all tokens (`dapo`), or "
+        "sums over a constant length (`dr_grpo`); only the first depends on a response's length.",
+    )
+    scale_rewards: ScaleRewards = Field(
+        ScaleRewards.group,
+        description="Distances from the mean reward of a prompt are divided by the standard "
+        "deviation of the `group`, of the `batch`, or not (`none`).",
     )
 
 
@@ -198,6 +220,15 @@ class PpoParams(ParamsSection):
         None, ge=1, description="Updates at most, for smoke runs; null: no limit."
     )
     num_ppo_epochs: int = Field(3, ge=1, description="Passes over each rollout.")
+    num_critic_epochs: int | None = Field(
+        None, ge=1, description="Passes of the critic over each rollout; null: `num_ppo_epochs`."
+    )
+    critic_warmup_epochs: int = Field(
+        3,
+        ge=0,
+        description="Passes of the critic over the responses of the first validation, before the "
+        "first update.",
+    )
     response_length: int = Field(24, ge=1, description="Tokens per response, at most.")
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature; also divides the logits in training."
@@ -213,6 +244,22 @@ class PpoParams(ParamsSection):
     cliprange: float = Field(
         0.2, gt=0, description="Clip range of the probability ratio per token."
     )
+    cliprange_high: float | None = Field(
+        None, gt=0, description="Clip range above 1 (DAPO's clip-higher: 0.28); null: `cliprange`."
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Largest ratio with a negative advantage (dual clip: 3); null: no bound.",
+    )
+    mask_truncated_completions: bool = Field(
+        False, description="Leave responses without EOS out of the policy's loss (DAPO)."
+    )
+    vllm_importance_sampling_clip_max: float = Field(
+        3.0,
+        gt=0,
+        description="With vLLM, losses are weighted by p_policy / p_vllm, at most this.",
+    )
     cliprange_sequence: float = Field(
         4e-4,
         gt=0,
@@ -223,7 +270,9 @@ class PpoParams(ParamsSection):
         LossLevel.token, description="Ratio and clip per `token`, or per `sequence` (GSPO)."
     )
     cliprange_value: float = Field(0.2, gt=0, description="Clip range of the critic's values.")
-    vf_coef: float = Field(0.1, ge=0, description="Weight of the value loss.")
+    vf_coef: float = Field(
+        0.1, ge=0, description="Weight of the value loss, with `critic: policy`."
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     kl_coef: float = Field(
         0.11, ge=0, description="Initial KL coefficient (beta), score units per nat."

@@ -12,7 +12,7 @@ from stages.lib.lm.responses import Response
 from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.run import load
 from stages.ppo.alternatives.stage import TrainedPolicy, TrainingContext
-from stages.ppo.trainer.update import describe
+from stages.ppo.trainer.rollout import describe
 from tests.stages.ppo.servers import length_server
 from tests.stages.ppo.stage_process import double_prompts
 from tests.stages.ppo.trainer.test_online import make_trainer

@@ -2,6 +2,7 @@
 just inside and just outside of its thresholds, which are those of docs/ppo.md.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def healthy(update: int) -> dict[str, float]:
         "response_length": 17.0 - 4.0 * share,
         "repetition_3": 0.01,
         "value_loss": 0.5,
+        "explained_variance": 0.3,
         "clip_fraction": 0.08,
         "validation_gain_z": 2.0 * share,
     }
@@ -82,6 +84,7 @@ PROBLEMS = {
     "length hack": (lambda share: {"response_length": 12 + 12 * share}, DANGER),
     "repetition": (lambda share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
     "value loss explodes": (lambda share: {"value_loss": 0.5 if share < 0.8 else 50.0}, DANGER),
+    "critic predicts nothing": (lambda share: {"explained_variance": -0.1}, DANGER),
     "clips too much": (lambda share: {"clip_fraction": 0.8}, DANGER),
     "clips nothing": (lambda share: {"clip_fraction": 0.0}, WARN),
 }
@@ -421,3 +424,18 @@ def test_only_several_steps_per_rollout_can_clip(
 ) -> None:
     params = PpoParams(batch_size=64, mini_batch_size=mini_batch_size, num_ppo_epochs=epochs)
     assert verdict_of("clips nothing", {"clip_fraction": [0.0] * 20}, params) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([-0.1] * 10, DANGER),
+        ([-0.1] * 3 + [0.1] + [-0.1] * 6, WARN),  # not all of the last ten
+        ([-0.1] * 5 + [0.0] * 5, ""),
+        ([-0.1] * 2 + [math.nan] + [-0.1] * 7, WARN),  # all returns were equal once
+    ],
+)
+def test_a_critic_that_predicts_nothing_is_a_danger_after_ten_updates(values, verdict):
+    [sign] = [sign for sign in HEALTH_CHECKS if sign.name == "critic predicts nothing"]
+    history = MetricHistory([{"explained_variance": value} for value in values])
+    assert sign.evaluate(history, PARAMS)[0] == verdict and sign.min_updates == 10

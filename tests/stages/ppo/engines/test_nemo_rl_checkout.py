@@ -283,7 +283,7 @@ def test_losses(code, job, rollout):
     policy_loss = code.ClippedPGLossFn(loss_config(job, "loss_fn"))
     loss, metrics = policy_loss(rollout["logprobs"][:, 1:], data, torch.tensor(3.0), number)
     own, _ = functional.policy_loss(
-        rollout["logprobs"], rollout["old"], rollout["advantages"], CLIP
+        rollout["logprobs"], rollout["old"], rollout["advantages"], functional.Clip(CLIP, CLIP)
     )
     torch.testing.assert_close(functional.masked_mean(own, mask), loss)
     assert metrics["kl_penalty"] == 0  # it is in the reward: no metric has it

@@ -192,7 +192,7 @@ def test_losses(rollout):
         rollout["old"], rollout["logprobs"], rollout["advantages"], mask, config=config
     )
     own, clipped = functional.policy_loss(
-        rollout["logprobs"], rollout["old"], rollout["advantages"], CLIP
+        rollout["logprobs"], rollout["old"], rollout["advantages"], functional.Clip(CLIP, CLIP)
     )
     torch.testing.assert_close(functional.masked_mean(own, mask), loss)
     share = float(functional.masked_mean(clipped.float(), mask))

@@ -114,7 +114,7 @@ def rows_per_weight(trainer: PpoTrainer) -> list[StateDict]:
             }
             for name, weight in optimizer.weights.items()
         }
-        for optimizer in trainer.optimizers
+        for optimizer in trainer.optimizers.values()
     ]
 
 

@@ -16,7 +16,8 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
-from stages.ppo.trainer.update import PpoTrainer, Rollout, draw_mini_batches
+from stages.ppo.trainer.rollout import Rollout
+from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
 
 PARAMS = PpoParams(
     batch_size=8,
@@ -152,7 +153,7 @@ def plain_rollout(roles: PlainRoles, episodes: Episodes) -> PlainRollout:
         ref_logprobs = [roles.ref_logprobs(*episode) for episode in episodes]
         values = [roles.values(*episode) for episode in episodes]
     scores = [roles.score(*episode) for episode in episodes]
-    advantages = []
+    advantages, returns = [], []
     for policy_row, ref_row, value_row, score in zip(
         logprobs, ref_logprobs, values, scores, strict=True
     ):
@@ -161,7 +162,11 @@ def plain_rollout(roles: PlainRoles, episodes: Episodes) -> PlainRollout:
         advantages.append(
             torch.tensor(plain_advantages(rewards, value_row.tolist()), dtype=torch.float64)
         )
-    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+        sums = [
+            sum(PARAMS.gamma**k * reward for k, reward in enumerate(rewards[t:]))
+            for t in range(len(rewards))
+        ]
+        returns.append(torch.tensor(sums, dtype=torch.float64))
     tokens = torch.cat(advantages)
     scale = (tokens.var(unbiased=False) + 1e-8).sqrt()
     whitened = [(a - tokens.mean()) / scale for a in advantages]
@@ -245,10 +250,10 @@ def test_losses_and_gradients_of_an_optimizer_step(trainer, shift):
         shift(model, 0.05)
     plain_roles = PlainRoles(roles)
     expected = plain_losses(plain_roles, episodes, old)
-    (expected.policy - expected.entropy_bonus + PARAMS.vf_coef * expected.value).backward()
-    for optimizer in trainer.optimizers:
+    backward(plain_roles, expected)
+    for optimizer in trainer.optimizers.values():
         optimizer.step = lambda: None
-    metrics = trainer.optimizer_step(rollout, list(range(8)), None)
+    metrics = trainer.optimizer_step(rollout, list(range(8)))
 
     tokens = int(rollout.mask.sum())
     assert metrics["policy_loss"] == pytest.approx(float(expected.policy.detach()), abs=1e-4)
@@ -276,19 +281,25 @@ def test_losses_and_gradients_of_an_optimizer_step(trainer, shift):
             )
 
 
+def backward(roles: PlainRoles, losses: PlainLosses) -> None:
+    """The value loss of a critic with an optimizer of its own has no weight."""
+    weight = PARAMS.vf_coef if isinstance(roles.critic, ValueHead) else 1.0
+    (losses.policy - losses.entropy_bonus + weight * losses.value).backward()
+
+
 def plain_update(
     roles: PlainRoles, episodes: Episodes, old: PlainRollout, batches: list[list[int]], rate: float
 ) -> list[PlainLosses]:
     """A step of AdamW per mini-batch; gradients of policy and critic are clipped to 0.5 each."""
     optimizers = [
-        torch.optim.AdamW([p for _, p in trainable_named(model)], rate, eps=1e-5, weight_decay=0.0)
-        for model in (roles.policy, roles.critic)
+        torch.optim.AdamW([p for _, p in trainable_named(model)], rate, eps=eps, weight_decay=0.0)
+        for model, eps in ((roles.policy, 1e-5), (roles.critic, 1e-8))
     ]
     steps = []
     for batch in batches:
         part = PlainRollout(*([column[i] for i in batch] for column in old))
         losses = plain_losses(roles, [episodes[i] for i in batch], part)
-        (losses.policy - losses.entropy_bonus + PARAMS.vf_coef * losses.value).backward()
+        backward(roles, losses)
         for optimizer in optimizers:
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
             optimizer.step()

@@ -107,10 +107,13 @@ def test_whitening_divides_by_the_standard_deviation():
     assert F.whiten(torch.tensor([[2.0]]), torch.tensor([[True]])).tolist() == [[0.0]]
 
 
+CLIP = F.Clip(0.2, 0.2)
+
+
 def test_policy_loss_of_the_textbook():
     # ratio 1.3, advantage 2, clip 0.2: min(2.6, 2.4) = 2.4 is maximised
     loss, clipped = F.policy_loss(
-        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([2.0]), 0.2
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([2.0]), CLIP
     )
     assert loss.item() == pytest.approx(-2.4)
     assert clipped.item()
@@ -119,7 +122,7 @@ def test_policy_loss_of_the_textbook():
 def test_policy_loss_is_not_clipped_if_that_would_lower_it():
     # ratio 1.3, advantage -2: max(2.6, 2.4) = 2.6, so the gradient is kept
     loss, clipped = F.policy_loss(
-        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), 0.2
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), CLIP
     )
     assert loss.item() == pytest.approx(2.6)
     assert not clipped.item()
@@ -128,16 +131,66 @@ def test_policy_loss_is_not_clipped_if_that_would_lower_it():
 def test_the_ratio_is_relative_to_the_policy_that_sampled():
     # 0.3 / 0.5 = 0.6, clipped to 0.8. Advantage -2: max(1.2, 1.6); advantage 2: max(-1.2, -1.6)
     now, sampled = torch.tensor([0.3, 0.3]).log(), torch.tensor([0.5, 0.5]).log()
-    loss, clipped = F.policy_loss(now, sampled, torch.tensor([-2.0, 2.0]), 0.2)
+    loss, clipped = F.policy_loss(now, sampled, torch.tensor([-2.0, 2.0]), CLIP)
     torch.testing.assert_close(loss, torch.tensor([1.6, -1.2]))
     assert clipped.tolist() == [True, False]
+
+
+def test_a_clip_range_above_1_of_its_own():
+    # ratios 1.3 and 0.7 with advantages 1 and -1: 1.3 is within 1.4, 0.7 is clipped to 0.8
+    now = torch.tensor([1.3, 0.7]).log()
+    loss, clipped = F.policy_loss(now, torch.zeros(2), torch.tensor([1.0, -1.0]), F.Clip(0.2, 0.4))
+    torch.testing.assert_close(loss, torch.tensor([-1.3, 0.8]))
+    assert clipped.tolist() == [False, True]
+
+
+def test_the_dual_clip_bounds_the_ratio_with_a_negative_advantage():
+    # ratio 9: -(-2) 9 is bounded by 3 * 2; with a positive advantage it is clipped to 1.2 anyway
+    now = torch.tensor([9.0, 9.0]).log().requires_grad_()
+    clip = F.Clip(0.2, 0.2, delta=3.0)
+    loss, _ = F.policy_loss(now, torch.zeros(2), torch.tensor([-2.0, 2.0]), clip)
+    torch.testing.assert_close(loss, torch.tensor([6.0, -2.4]))
+    loss.sum().backward()
+    assert now.grad.tolist() == [0.0, 0.0]
+
+
+def test_importance_weights_give_the_policys_gradient_on_the_samples_of_another():
+    """Exactly, over all of five tokens, each as often as the sampler samples it."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other, advantages = (torch.randn(5, generator=generator) for _ in range(3))
+    logits.requires_grad_()
+    logprobs, sampled = logits.log_softmax(0), other.log_softmax(0)
+    gradients = []
+    for frequencies, weights in (
+        (logprobs.exp().detach(), torch.ones(5)),
+        (sampled.exp(), F.importance_weights((logprobs - sampled).detach(), 100.0)),
+        (sampled.exp(), torch.ones(5)),
+    ):
+        losses, _ = F.policy_loss(logprobs, logprobs.detach(), advantages, CLIP)
+        loss = (frequencies * weights * losses).sum()
+        gradients.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert (gradients[2] - gradients[0]).abs().max() > 0.1
+    ratios = (logprobs - sampled).exp()
+    assert F.importance_weights(ratios.log(), 1.0).max() == 1 < ratios.max()
+
+
+def test_weights_of_tokens_by_hand():
+    """Of a mini-batch with 10 tokens in 4 episodes, of which these are two."""
+    mask, tokens = torch.tensor([[True, True, False], [True, False, False]]), torch.tensor(10)
+    for weights, expected in (
+        (F.token_mean, [[0.1, 0.1, 0.0], [0.1, 0.0, 0.0]]),
+        (F.response_mean, [[1 / 8, 1 / 8, 0.0], [1 / 4, 0.0, 0.0]]),
+        (F.constant_length(20), [[1 / 80, 1 / 80, 0.0], [1 / 80, 0.0, 0.0]]),
+    ):
+        torch.testing.assert_close(weights(mask, tokens, 4), torch.tensor(expected))
 
 
 def test_sequence_level_loss_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     logprobs = torch.tensor([[math.log(1.3) * 2, 0.0, 99.0], [-0.3, 0.0, 0.0]])
     loss, clipped = F.sequence_policy_loss(
-        logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, 0.2
+        logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, CLIP
     )
     # first: mean log-ratio log 1.3, mean advantage 2: the textbook's 2.4, clipped
     # second: ratio exp(-0.1) = 0.9048 within the clip, advantage -1: 0.9048
@@ -160,13 +213,12 @@ MASK = torch.tensor([[True, True, False], [True, True, True], [True, True, False
             [[-2.4, -0.5, 0.0], [0.8, 2.0, 1.0], [-2.4, -2.4, 0.0]],
             [[1, 0, 0], [1, 0, 0], [1, 1, 0]],
         ),
-        (F.response_mean_policy_loss, [-2.9 / 2, 3.8 / 3, -2.4], [1 / 2, 1 / 3, 1.0]),
         # ratios of whole responses: 0.75 with 2, 1 with -1, 2.25 with 2, which clips to 1.2
         (F.response_policy_loss, [-1.5, 1.0, -2.4], [0, 0, 1]),
     ],
 )
 def test_losses_of_tokens_and_of_responses_by_hand(loss, values, clipped):
-    losses, shares = loss(OLD + RATIOS.log(), OLD, ADVANTAGES, MASK, 0.2)
+    losses, shares = loss(OLD + RATIOS.log(), OLD, ADVANTAGES, MASK, CLIP)
     torch.testing.assert_close(losses, torch.tensor(values))
     torch.testing.assert_close(shares.float(), torch.tensor(clipped, dtype=torch.float32))
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,8 @@ from stages.ppo.__main__ import main
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.trainer.advantages import ONLINE
 from stages.ppo.trainer.roles import load_roles
-from stages.ppo.trainer.update import PpoTrainer, Rollout
+from stages.ppo.trainer.rollout import Rollout
+from stages.ppo.trainer.update import PpoTrainer
 
 TRL: dict[str, Any] = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
 FOLDER = Path("rounds/r0/ppo")
@@ -36,6 +38,17 @@ def make_trainer(params: Params) -> PpoTrainer:
     rows = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "")
     prompts, _ = make_episodes(rows, roles.tokenizer, params)
     return PpoTrainer(roles, prompts, params.ppo, 0, ONLINE[params.algorithm](params))
+
+
+def grpo_options(params: Params) -> dict[str, Any]:
+    ppo, grpo = params.ppo, params.grpo
+    return {
+        "loss_type": grpo.loss_type.value,
+        "scale_rewards": grpo.scale_rewards.value,
+        "epsilon_high": ppo.cliprange_high,
+        "delta": ppo.delta,
+        "mask_truncated_completions": ppo.mask_truncated_completions,
+    }
 
 
 def make_trl_trainer(params: Params, model: Any, tokenizer: Any, samples: list[Rollout]) -> Any:
@@ -64,7 +77,7 @@ def make_trl_trainer(params: Params, model: Any, tokenizer: Any, samples: list[R
         use_cpu=True,
         bf16=False,
         report_to=[],
-        **({"loss_type": "grpo"} if name == "grpo" else {}),
+        **(grpo_options(params) if name == "grpo" else {}),
     )
     return OnGivenSamples(
         model=model,
@@ -81,19 +94,31 @@ def copy_weights(source: Any, target: Any) -> None:
         target.get_parameter(name).copy_(weight)
 
 
-@pytest.mark.parametrize("algorithm", TRL)
-def test_advantages_and_gradients_are_those_of_trl(make_params, shift, monkeypatch, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "options", "changes"),
+    [
+        ("rloo", {}, {}),
+        ("grpo", {}, {}),
+        ("grpo", {"loss_type": "dapo", "scale_rewards": "batch"}, {"cliprange_high": 0.09}),
+        ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}, {"delta": 1.06}),
+        ("grpo", {"loss_type": "dapo"}, {"mask_truncated_completions": True}),
+    ],
+)
+def test_advantages_and_gradients_are_those_of_trl(
+    make_params, shift, monkeypatch, algorithm, options, changes
+):
     """The policy differs from SFT when it samples, and has moved since, so that ratios are clipped.
-    Four responses to two prompts, in micro-batches of two.
+    Four responses to two prompts, in micro-batches of two; one of each prompt is cut off.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     params = make_params(
         algorithm,
-        {"num_generations": 2, "beta": 0.5},
+        {"num_generations": 2, "beta": 0.5, **options},
         temperature=0.7,
         missing_eos_penalty=0.25,
         max_grad_norm=1e9,
         cliprange=0.05,
+        **changes,
     )
     trainer, samples = make_trainer(params), list[Rollout]()
     roles = trainer.roles
@@ -102,7 +127,12 @@ def test_advantages_and_gradients_are_those_of_trl(make_params, shift, monkeypat
     trl_trainer = make_trl_trainer(params, model, roles.tokenizer, samples)
     shift(roles.policy, 0.1)
     copy_weights(roles.policy, model)
-    samples.append(rollout := trainer.rollout(trainer.sample_prompts()))
+    batch = trainer.sample_prompts()
+    responses = roles.sample([tokens for _, tokens in batch], params.ppo, trainer.generator)
+    for i in (0, 3):
+        ended = [*responses[i].tokens[:5], roles.tokenizer.eos_token_id]
+        responses[i] = replace(responses[i], tokens=ended, ended=True)
+    samples.append(rollout := trainer.rollout(batch, responses))
     model.train()
     outputs = trl_trainer._generate_and_score_completions([{"prompt": "The"}] * 4)
     advantages = rollout.advantages[:, 0].tolist()
@@ -115,9 +145,9 @@ def test_advantages_and_gradients_are_those_of_trl(make_params, shift, monkeypat
     trl_trainer.current_gradient_accumulation_steps = 1
     loss = trl_trainer.compute_loss(model, outputs)
     loss.backward()
-    for optimizer in trainer.optimizers:
+    for optimizer in trainer.optimizers.values():
         optimizer.step = lambda: None
-    metrics = trainer.optimizer_step(rollout, list(range(4)), None)
+    metrics = trainer.optimizer_step(rollout, list(range(4)))
     assert 0 < metrics["clip_fraction"] < 1
     if algorithm == "rloo":  # GRPO's loss has the KL
         assert metrics["policy_loss"] == pytest.approx(float(loss.detach()), rel=1e-3)

@@ -28,7 +28,7 @@ def test_small_steps_add_up(dtype, rounding):
     step alone would be rounded away.
     """
     module = make_model(dtype)
-    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
+    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0, 1e-8)
     take_steps(module, optimizer, 100)
     assert optimizer.masters["weight"].tolist() == [[pytest.approx(0.99, abs=1e-5)] * 2]
     assert module.weight.tolist() == [[pytest.approx(0.99, abs=rounding)] * 2]
@@ -37,7 +37,7 @@ def test_small_steps_add_up(dtype, rounding):
 
 def test_gradients_are_clipped_by_their_norm_and_cleared_by_a_step():
     module = make_model(torch.bfloat16)
-    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
+    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0, 1e-8)
     module.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16)
     optimizer.accumulate_grads()
     assert optimizer.clip(1.0).item() == pytest.approx(5.0)
@@ -50,7 +50,7 @@ def test_gradients_are_clipped_by_their_norm_and_cleared_by_a_step():
 def test_gradients_of_micro_batches_add_up(dtype):
     """256 + 1 + 1 is 258; in bfloat16, whose steps are 2 there, it would be 256."""
     module = make_model(dtype)
-    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
+    optimizer = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0, 1e-8)
     for size in (256.0, 1.0, 1.0):
         (module(torch.full((1, 2), size, dtype=dtype))).sum().backward()
         optimizer.accumulate_grads()
@@ -60,7 +60,7 @@ def test_gradients_of_micro_batches_add_up(dtype):
 def test_resumes_from_its_state():
     uninterrupted, killed, resumed = (make_model(torch.bfloat16) for _ in range(3))
     optimizers = [
-        MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
+        MasterWeightOptimizer(module, 1e-4, lambda _: 1.0, 1e-8)
         for module in (uninterrupted, killed, resumed)
     ]
     take_steps(uninterrupted, optimizers[0], 60)

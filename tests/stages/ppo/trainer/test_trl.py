@@ -129,7 +129,9 @@ def test_whitening(cases, shift_mean):
 @pytest.mark.parametrize("cliprange", [0.05, 0.2])
 def test_policy_loss(cases, cliprange):
     logprobs, trl_logprobs = (cases.new.clone().requires_grad_() for _ in range(2))
-    token_losses, clipped = F.policy_loss(logprobs, cases.old, cases.advantages, cliprange)
+    token_losses, clipped = F.policy_loss(
+        logprobs, cases.old, cases.advantages, F.Clip(cliprange, cliprange)
+    )
     loss = F.masked_mean(token_losses, cases.mask)
     trl_loss, trl_fraction, _, _ = trl.policy_loss(
         trl_logprobs, cases.old, cases.advantages, cases.padding, cliprange

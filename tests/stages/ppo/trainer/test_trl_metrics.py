@@ -11,7 +11,8 @@ from scipy.stats import entropy as scipy_entropy
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.trainer.update import PpoTrainer, describe
+from stages.ppo.trainer.rollout import describe
+from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.trainer import trl_1_12 as trl
 
 PARAMS = PpoParams(
@@ -43,12 +44,12 @@ def step(make_roles, shift):
     sampled_logits = logits()
     shift(trainer.roles.policy, 0.3)
     shift(trainer.roles.critic, 0.3)
-    for optimizer in trainer.optimizers:
+    for optimizer in trainer.optimizers.values():
         optimizer.optimizer.step = lambda: None
 
     def metrics(micro_batch_size):
         trainer.params = PARAMS.model_copy(update={"micro_batch_size": micro_batch_size})
-        return trainer.optimizer_step(rollout, list(range(8)), None)
+        return trainer.optimizer_step(rollout, list(range(8)))
 
     new_logprobs = logits().log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
     return SimpleNamespace(

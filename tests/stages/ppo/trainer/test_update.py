@@ -86,7 +86,7 @@ def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(role
 def test_the_sequence_level_loss_has_a_clip_range_of_its_own():
     params = PpoParams(**SETTINGS, loss_level="sequence", cliprange=9.0, cliprange_sequence=0.1)
     algorithm, ones = ppo(params), torch.ones(1, 2)
-    loss, clipped = algorithm.loss(0.5 * ones, 0 * ones, ones, ones.bool(), algorithm.cliprange)
+    loss, clipped = algorithm.loss(0.5 * ones, 0 * ones, ones, ones.bool(), algorithm.clip)
     # the ratio is exp(0.5), clipped to 1.1
     assert (loss.item(), clipped.item()) == (pytest.approx(-1.1), 1.0)
 
@@ -116,7 +116,7 @@ def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):
         return sum(row["kl"] for row in metrics[-5:]) / 5
 
     assert last_kl(beta=10.0) < 1
-    assert last_kl(beta=0.0) > 10
+    assert last_kl(beta=0.0) > 5
 
 
 def test_beta_follows_the_kl_per_token_of_the_rollout(roles):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.policy import LossLevel, PpoParams
 from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.lm.vllm_engine import VllmEngine
 from stages.ppo.trainer.update import PpoTrainer
@@ -77,6 +77,36 @@ def test_how_far_its_log_probabilities_are_off_is_a_metric(vllm, trainer, error)
     assert trainer.step()[1]["sampler_log_ratio"] == pytest.approx(0.005, abs=1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_loss_weighs_samples_of_a_sampler_that_is_off(vllm, roles, trainer, level):
+    """log p - log p_engine is -0.005 per token; the most is 1."""
+    losses = {}
+    for error in (0.0, 0.005, -0.005):
+        params = PPO.model_copy(
+            update={
+                "loss_level": LossLevel(level),
+                "vllm_importance_sampling_clip_max": 1.0,
+                "mini_batch_size": 1,
+                "micro_batch_size": 1,
+            }
+        )
+        trainer = PpoTrainer(roles, trainer.prompts, params, seed=0)
+        trainer.sample_prompts()
+        roles.sample(PROMPTS, PPO, torch.Generator())
+        vllm.engines[0].error = error
+        rollout = trainer.rollout(trainer.sample_prompts())
+        trainer.optimizers["policy"].step = lambda: None
+        trainer.optimizers["critic"].step = lambda: None
+        losses[error] = [trainer.optimizer_step(rollout, [i])["policy_loss"] for i in range(8)]
+    lengths = rollout.mask.sum(1).tolist()
+    for i, length in enumerate(lengths):
+        steps = 1 if level == "token" else length
+        assert losses[0.005][i] == pytest.approx(
+            losses[0.0][i] * math.exp(-0.005 * steps), rel=1e-4
+        )
+        assert losses[-0.005][i] == pytest.approx(losses[0.0][i], rel=1e-4)
+
+
 @pytest.mark.parametrize("error", [0.11, -0.11, 0.03, math.nan])
 def test_log_probabilities_of_another_policy_stop_training(vllm, roles, trainer, error):
     roles.sample(PROMPTS, PPO, torch.Generator())  # afterwards nothing new is sent
@@ -100,3 +130,13 @@ def test_a_resumed_run_does_not_repeat_its_random_numbers(vllm, roles, trainer):
     seeds = [[params.seed for params, _ in llm.requests] for llm in vllm.engines]
     assert seeds[1] == seeds[0][8:] != seeds[0][:8]
     assert again.responses == rollout.responses
+
+
+def test_the_critic_is_fitted_to_samples_that_are_not_the_last(vllm, roles, trainer):
+    """An engine knows the log-probabilities of its last samples alone."""
+    trainer.updates = 0
+    first = roles.sample(PROMPTS, PPO, torch.Generator().manual_seed(0))
+    roles.sample(PROMPTS[:3], PPO, torch.Generator().manual_seed(1))
+    trainer.fit_critic(trainer.prompts, first)
+    trainer.updates = 1
+    assert trainer.step()[1]["sampler_log_ratio"] == pytest.approx(0.0, abs=1e-5)

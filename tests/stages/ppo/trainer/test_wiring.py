@@ -128,9 +128,9 @@ def test_policy_and_critic_are_clipped_apart(make_trainer, shift):
             assert smaller < 0.8 * larger
             limit = (smaller + larger) / 2
         trainer.params = trainer.params.model_copy(update={"max_grad_norm": limit})
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers.values():
             optimizer.step = lambda: None
-        metrics = trainer.optimizer_step(rollout, list(range(BATCH)), None)
+        metrics = trainer.optimizer_step(rollout, list(range(BATCH)))
         clipped = {"policy": gradient_norm(roles.policy), "critic": gradient_norm(roles.critic)}
         if not norms:
             norms = clipped
