@@ -46,8 +46,8 @@ from stages.ppo.common.reference import SampledPolicy, load_weights
 SCALING_SAMPLES = 4
 ROUNDED_RESPONSES = 32  # of SFT, on which rounding is measured
 REACHED = 0.9  # share of the target KL below which it counts as missed
-# Standard errors of the gain for which an earlier policy is kept, and the target KL given up. With
-# one, chance would do it in one run of six.
+# Standard errors of the gain for which an earlier policy is kept. With one, chance would do it in
+# one run of six.
 CLEAR = 2.0
 NEAR = 0.05  # share by which two KLs may differ that count as the same: the error of a measured one
 
@@ -122,16 +122,14 @@ def keeps_earlier(earlier: Validation, scaled: Validation, target: float) -> boo
     """Whether an earlier update's policy is kept instead of one that is scaled to the target KL,
     in nats per token.
 
-    At the same KL if the judge's mean gain over it exceeds one standard error, as between updates;
-    at a smaller KL if it exceeds two; above the target never, since more KL is more gain. So of
-    equal policies at the same KL, chance keeps the earlier one in about one round of six. A scaled
-    policy that does not reach the target is compared with all that are at most at the target.
+    If the judge's mean gain over it exceeds two standard errors; above the target never, since more
+    KL is more gain. A scaled policy that does not reach the target is compared with all that are at
+    most at the target.
     """
     if earlier.kl_per_token > (1 + NEAR) * max(target, scaled.kl_per_token):
         return False
     gain, error = paired_gain(earlier.judge_scores, scaled.judge_scores)
-    has_less = earlier.kl_per_token < (1 - NEAR) * scaled.kl_per_token
-    return gain > (CLEAR * error if has_less else error)
+    return gain > CLEAR * error
 
 
 @dataclass
@@ -192,22 +190,13 @@ class PolicySelector:
         return self.params.policy_selection is PolicySelection.target_kl
 
     def preferred(self) -> list[Candidate]:
-        """Of the candidates at the target KL, and of those below it, the one that the judge prefers
-        (the first of equal ones). Two sets of weights, however many policies were validated: all
-        weights of a model may be trained, and the resume state has them.
+        """Of the candidates at most at the target KL, the one that the judge prefers (the first of
+        equal ones): one set of weights, however many policies were validated, since all weights
+        of a model may be trained, and the resume state has them.
         """
-        target = self.params.target_kl_per_token
-        groups: dict[bool, Candidate] = {}
-        for candidate in self.candidates:
-            validation = candidate.validation
-            excess = validation.kl_per_token - target
-            at_target = abs(excess) <= NEAR * target
-            if not at_target and excess > 0:
-                continue
-            best = groups.setdefault(at_target, candidate)
-            if validation.judge_score > best.validation.judge_score:
-                groups[at_target] = candidate
-        return list(groups.values())
+        most = (1 + NEAR) * self.params.target_kl_per_token
+        within = [one for one in self.candidates if one.validation.kl_per_token <= most]
+        return [max(within, key=lambda one: one.validation.judge_score)] if within else []
 
     def validate_reference(self) -> Validation:
         """Measure the reference, whatever weights the policy has."""
