@@ -248,9 +248,11 @@ def certainty_of(check: Metrics | None, round_: str, locks: Locks) -> str:
             return ""
         judges = " and ".join(sorted(evaluate.get("jury", {}).get("alone", {})))
         prompts = f" on {evaluate['prompts']} prompts" if "prompts" in evaluate else ""
+        decided = "Sure" if low > 0.5 or high < 0.5 else "Not sure that it beats SFT"
         return (
-            f"Win rate against SFT {interval(mean, low, high)}, 95% interval{prompts}"
-            f"{judges and f', by {judges}'}. One training run: another seed gives another policy"
+            f"{decided}: win rate against SFT {interval(mean, low, high)}, 95% interval{prompts}"
+            f"{judges and f', by the judges {judges}'}. One training run: another seed gives "
+            "another policy"
         )
     if check["value"] is None:
         return "There is no number"
@@ -300,6 +302,8 @@ def effect(round_: str, locks: Locks) -> str:
     verdict = "helped" if low > 0.5 else "hurt" if high < 0.5 else "no difference shown"
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f"; about {needed} prompts would decide" if needed else ""
+    if needed and "prompts" in metrics:
+        prompts += f", not {metrics['prompts']}"
     caution = cautions(round_, locks) if verdict == "helped" else ""
     against = f"at equal KL, {round_} against {metrics['champion_round']}"
     return f"{against}: {verdict} (win rate {interval(mean, low, high)}{prompts}){caution}"
@@ -359,4 +363,8 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     if approval := verdict["approval"]:
         decision = "approved" if approval["approved"] else "refused"
         return f"{decision} by {approval['by']}: {approval['reason']}"
-    return "failed; the run went on (policy: warn)" if verdict["may_continue"] else "failed"
+    return (
+        "failed; the run went on, since the gate only warns"
+        if verdict["may_continue"]
+        else "failed"
+    )

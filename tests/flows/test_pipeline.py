@@ -167,7 +167,7 @@ def test_a_run_whose_gates_warn_is_not_green_and_has_its_name_and_verdict_everyw
     assert recorded.info.run_name == f"my-first-smoke {str(run.id)[:8]}"
     assert recorded.data.params["preset"] == "keep"
     assert recorded.data.params["gates.sft.policy"] == "warn"
-    assert recorded.data.tags["r0.gate_sft"] == "failed; the run went on (policy: warn)"
+    assert recorded.data.tags["r0.gate_sft"] == "failed; the run went on, since the gate only warns"
     assert recorded.data.metrics["final/r0/win_rate"] == 0.8
     assert recorded.data.metrics["final/r0/kl"] == 6.0
     note, _, links = recorded.data.tags["mlflow.note.content"].partition("\n\n")

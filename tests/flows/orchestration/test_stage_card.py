@@ -30,7 +30,7 @@ def test_a_verdict_has_failed_checks_first_and_advice_for_these_alone() -> None:
     ]
     verdict = {"passed": False, "may_continue": True, "checks": checks, "approval": None}
     assert stage_card.gate_markdown(verdict).splitlines() == [
-        "**failed; the run went on (policy: warn)**",
+        "**failed; the run went on, since the gate only warns**",
         "",
         "| check | value | wanted |",
         "| --- | --- | --- |",

@@ -279,10 +279,27 @@ def test_how_sure_other_answers_are() -> None:
     write_metrics("r0", evaluate=VALUES["evaluate"] | jury)
     write_gates("r0", {}, "block")
     assert diagnosis.answer("r0", LOCKS).certainty == (
-        "Win rate against SFT 0.810 [0.750, 0.860], 95% interval on 88 prompts, by fluency and "
-        "lexicon. One training run: another seed gives another policy"
+        "Sure: win rate against SFT 0.810 [0.750, 0.860], 95% interval on 88 prompts, by the "
+        "judges fluency and lexicon. One training run: another seed gives another policy"
     )
     assert diagnosis.answer("r5", LOCKS).certainty == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.51, 0.7, "Sure: win rate"),
+        (0.5, 0.7, "Not sure that it beats SFT: win rate"),
+        (0.3, 0.49, "Sure: win rate"),
+    ],
+)
+def test_a_win_rate_whose_interval_has_a_half_is_not_sure(
+    low: float, high: float, expected: str
+) -> None:
+    ends = {"win_rate_low": low, "win_rate_high": high}
+    write_metrics("r0", evaluate=VALUES["evaluate"] | ends)
+    write_gates("r0", {}, "block")
+    assert diagnosis.answer("r0", LOCKS).certainty.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +311,8 @@ def test_how_sure_other_answers_are() -> None:
             0.49,
             0.6,
             230,
-            "no difference shown (win rate 0.550 [0.490, 0.600]; about 230 prompts would decide)",
+            "no difference shown (win rate 0.550 [0.490, 0.600]; about 230 prompts would decide, "
+            "not 88)",
         ),
         (0.5, 0.5, None, "no difference shown (win rate 0.550 [0.500, 0.500])"),
     ],
