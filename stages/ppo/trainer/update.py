@@ -361,10 +361,12 @@ class PpoTrainer:
         loss = rollout.logprobs.new_zeros(())
         if rollout_pass:
             hidden, logprobs, values = rollout_pass
-        else:
+        elif "policy" in trained or not roles.critic_view:
             policy_states = [rollout.policy_states[i] for i in batch.episodes]
             with torch.set_grad_enabled("policy" in trained):
                 hidden = roles.policy_hidden(packed, policy_states)
+        else:  # a critic of its own reads no states of the policy
+            hidden = rollout.logprobs.new_empty(0)
         if "policy" in trained:
             if not rollout_pass:
                 logprobs = response_logprobs(roles.policy, packed, hidden, self.params.temperature)
