@@ -44,6 +44,7 @@ PANELS: Sequence[tuple[str, Mapping[str, str], str]] = (
     ("Repetition within a response", {TRAINING: "repetition_3"}, "share of 3-grams"),
     ("Entropy", {TRAINING: "entropy"}, "nats per token"),
     ("Critic loss", {TRAINING: "value_loss"}, "squared error"),
+    ("Returns that the critic explains", {TRAINING: "explained_variance"}, "share of variance"),
     ("Clipped ratios", {TRAINING: "clip_fraction"}, "share of tokens"),
 )
 NUMBER_OR_KEY = re.compile(r"ppo\.(\w+)|-?[\d.]+")  # in a threshold

@@ -35,6 +35,7 @@ START |= {
     "validation_gain_z": 1.0,
     "response_length": 12.0,
     "value_loss": 0.5,
+    "explained_variance": 0.3,
     "clip_fraction": 0.1,
 }
 DRAWN = [column for _, columns, _ in policy_curves.PANELS for column in columns.values()]
