@@ -41,7 +41,8 @@ def with_ppo(params: Params, **changes: object) -> Params:
 @pytest.mark.parametrize(
     ("changes", "policy", "critic"),
     [
-        ({}, "adapter_model.safetensors", "adapter_model.safetensors"),
+        # at this rate, each response is another one after two updates
+        ({"learning_rate": 2e-2}, "adapter_model.safetensors", "adapter_model.safetensors"),
         ({"lora": {"r": 0}, "critic_lora": {"r": 0}}, "model.safetensors", "model.safetensors"),
         ({"critic": "policy"}, "adapter_model.safetensors", "head.safetensors"),
     ],
@@ -176,7 +177,7 @@ def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not
         min_kl_per_token=999.0,
         kl_patience=patience,
         warmup_updates=0,
-        learning_rate=5e-3 if trained else 1e-9,
+        learning_rate=2e-2 if trained else 1e-9,
     )
     main(second_is_best(params) if trained else params, "r0")
     health, metrics = (
