@@ -99,6 +99,7 @@ def with_settings(params: Params, name: str, gradient_checkpointing: bool) -> Pa
     algorithm = "ppo" if name in ("sft", "reward") else name
     values["algorithm"] = algorithm
     values["ppo"] |= SHORT | {"entropy_coef": 0.1}  # entropies have a gradient too
+    values["ppo"]["critic_warmup_epochs"] = 0
     values["best_of_n"]["n"] = 2
     for section in ("sft", "reward"):
         values[section] |= {"max_steps": 1, "per_device_train_batch_size": 4}
