@@ -243,9 +243,9 @@ def certainty_of(check: Metrics | None, round_: str, locks: Locks) -> str:
     """How sure a failed check is; without one, the win rate. Empty if there is no number yet."""
     if check is None:
         evaluate = read_metrics(round_, "evaluate", locks)
-        mean, low, high = (evaluate.get(f"win_rate{end}") for end in ("", "_low", "_high"))
-        if mean is None or low is None or high is None:
+        if (ends := read_interval(evaluate, "win_rate")) is None:
             return ""
+        mean, low, high = ends
         judges = " and ".join(sorted(evaluate.get("jury", {}).get("alone", {})))
         prompts = f" on {evaluate['prompts']} prompts" if "prompts" in evaluate else ""
         decided = "Sure" if low > 0.5 or high < 0.5 else "Not sure that it beats SFT"
@@ -277,10 +277,14 @@ def interval_of(check: Metrics, round_: str, locks: Locks) -> tuple[float, float
     """Mean, low and high end, if the check is of a lower end."""
     stage, _, name = check["metric"].partition(".")
     stem = name.removesuffix("_low")
-    metrics = read_metrics(round_, stage, locks)
-    ends = [look_up(metrics, f"{stem}{end}") for end in ("", "_low", "_high")]
-    is_interval = stem != name and all(isinstance(end, float | int) for end in ends)
-    return (ends[0], ends[1], ends[2]) if is_interval and not any(map(math.isnan, ends)) else None
+    return read_interval(read_metrics(round_, stage, locks), stem) if stem != name else None
+
+
+def read_interval(metrics: Mapping[str, Any], name: str) -> tuple[float, float, float] | None:
+    """Mean, low and high end of a metric; None if one was not measured."""
+    mean, low, high = (look_up(metrics, f"{name}{end}") for end in ("", "_low", "_high"))
+    numbers = all(isinstance(end, float | int) for end in (mean, low, high))
+    return (mean, low, high) if numbers and not any(map(math.isnan, (mean, low, high))) else None
 
 
 def count_of(check: Metrics, round_: str, locks: Locks) -> str:
@@ -296,9 +300,9 @@ def count_of(check: Metrics, round_: str, locks: Locks) -> str:
 def effect(round_: str, locks: Locks) -> str:
     """Whether a round made a better policy than the champion at equal KL; empty if unknown."""
     metrics = read_metrics(round_, "evaluate", locks)
-    mean, low, high = (metrics.get(f"{EQUAL_KL}{end}") for end in ("", "_low", "_high"))
-    if mean is None or low is None or high is None:
+    if (ends := read_interval(metrics, EQUAL_KL)) is None:
         return ""
+    mean, low, high = ends
     verdict = "helped" if low > 0.5 else "hurt" if high < 0.5 else "no difference shown"
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f"; about {needed} prompts would decide" if needed else ""
@@ -331,10 +335,9 @@ def labelled_pairs(round_: str, locks: Locks) -> int:
 def limit_of_policy(round_: str, locks: Locks) -> str:
     """What the policy's KL is worth, and so what limits it; empty if unknown."""
     metrics = read_metrics(round_, "evaluate", locks)
-    value, low, high = (metrics.get(f"kl_efficiency{end}") for end in ("", "_low", "_high"))
-    if value is None or low is None or high is None:
+    if (ends := read_interval(metrics, "kl_efficiency")) is None:
         return ""
-    name, worth = algorithm(round_, locks), f"KL efficiency {interval(value, low, high)}"
+    value, name, worth = ends[0], algorithm(round_, locks), f"KL efficiency {interval(*ends)}"
     if not value:
         return f"{name} paid {metrics['ppo']['kl']:.1f} nats for no reward ({worth})"
     first, second = "its training", "the reward model"
