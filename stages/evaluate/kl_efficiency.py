@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stages.lib.metrics.stats import Interval
+from stages.lib.metrics.stats import Interval, bootstrap_sums, percentile_interval
 
 
 def best_of_n_kl(n: int) -> float:
@@ -50,12 +50,10 @@ def kl_efficiency(
         slope: `rise_per_distance`, which the interval takes as exact.
         resamples, seed: of the bootstrap.
     """
-    columns = np.array([rises, kls])
-    drawn = np.random.default_rng(seed).integers(len(rises), size=(resamples, len(rises)))
-    rise, kl = columns[:, drawn].mean(2)
+    prompts = len(rises)
 
-    def efficiency(rise: np.ndarray, kl: np.ndarray) -> np.ndarray:
-        return (np.maximum(rise, 0) / slope) ** 2 / kl
+    def efficiency(rise_sum: np.ndarray, kl_sum: np.ndarray) -> np.ndarray:
+        return (np.maximum(rise_sum / prompts, 0) / slope) ** 2 / (kl_sum / prompts)
 
-    low, high = np.quantile(efficiency(rise, kl), [0.025, 0.975])
-    return float(efficiency(*columns.mean(1))), float(low), float(high)
+    low, high = percentile_interval(efficiency(*bootstrap_sums([rises, kls], resamples, seed)))
+    return float(efficiency(np.sum(rises), np.sum(kls))), low, high

@@ -78,13 +78,28 @@ def paired_bootstrap(clusters: Sequence[Sequence[float]], resamples: int, seed: 
     sizes = np.array([len(values) for values in clusters], dtype=float)
     if not len(sums) or not sizes.all():
         raise ValueError("a bootstrap needs at least one prompt, and a value for each")
-    average = float(sums.sum() / sizes.sum())
-    # One row per resample: indices of the prompts that it contains. Sums and sizes per prompt are
-    # enough for its mean, so no resample is built value by value.
-    drawn = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
-    means = sums[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return average, float(low), float(high)
+    # sums and sizes per prompt are enough for the mean of a resample
+    resampled_sums, resampled_sizes = bootstrap_sums([sums, sizes], resamples, seed)
+    low, high = percentile_interval(resampled_sums / resampled_sizes)
+    return float(sums.sum() / sizes.sum()), low, high
+
+
+def bootstrap_sums(
+    columns: Sequence[Sequence[float] | np.ndarray], resamples: int, seed: int
+) -> list[np.ndarray]:
+    """For each column of P numbers, one per prompt, its (R,) sums over resampled prompts, which are
+    the same for all columns.
+    """
+    arrays = [np.asarray(column, dtype=float) for column in columns]
+    prompts = len(arrays[0])
+    drawn = np.random.default_rng(seed).integers(prompts, size=(resamples, prompts))
+    return [array[drawn].sum(1) for array in arrays]
+
+
+def percentile_interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of bootstrapped values."""
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def mean_with_error(values: Sequence[float]) -> tuple[float, float]:
