@@ -21,6 +21,7 @@ from stages.lib.lm.loading import setup_torch
 from stages.ppo.common import episodes as ppo_episodes
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import PolicySelector, Validation
+from stages.ppo.trainer.loop import warm_up_critic
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -33,6 +34,16 @@ def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episod
     path = Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl")
     rows = read_rows(TrainingPrompt, path, "make run")
     return ppo_episodes.make_episodes(rows, tokenizer, params)
+
+
+def make_trainer(params: Params) -> tuple[PpoTrainer, PolicySelector]:
+    """PPO on the models of the round, and what validates its policies on the held-out prompts."""
+    setup_torch(params)
+    roles = load_roles(params, SFT, REWARD)
+    train, held_out = episodes(params, roles.tokenizer)
+    judge = load_primary_judge(params, ROUND)
+    trainer = PpoTrainer(roles, train, params.ppo, params.seed)
+    return trainer, PolicySelector(roles, held_out, judge, params.ppo, params.seed)
 
 
 class Curve:
@@ -62,13 +73,10 @@ def main() -> None:
     from flows.core.config import resolve
 
     params = resolve("keep", None, options.set)
-    setup_torch(params)
-    roles = load_roles(params, SFT, REWARD)
-    train, held_out = episodes(params, roles.tokenizer)
-    trainer = PpoTrainer(roles, train, params.ppo, params.seed)
-    judge = load_primary_judge(params, ROUND)
-    curve = Curve(PolicySelector(roles, held_out, judge, params.ppo, params.seed).measure)
+    trainer, selector = make_trainer(params)
+    curve = Curve(selector.validate)
     curve.point(0)
+    warm_up_critic(trainer, selector)
     while trainer.updates < (options.updates or trainer.planned_updates):
         _, metrics = trainer.step()
         if trainer.updates % options.every == 0:

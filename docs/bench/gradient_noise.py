@@ -18,19 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from curve import REWARD, SFT, episodes
+from curve import make_trainer
 from torch import Tensor
 
 from flows.core.config import resolve
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.logprobs import response_logprobs
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.common.episodes import Episode
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.advantages import leave_one_out
-from stages.ppo.trainer.roles import load_roles
-from stages.ppo.trainer.rollout import Rollout
+from stages.ppo.trainer.loop import warm_up_critic
+from stages.ppo.trainer.rollout import Rollout, describe
 from stages.ppo.trainer.update import PpoTrainer
 
 GROUP = 4  # responses per prompt
@@ -40,7 +39,6 @@ def advantages_of(rollout: Rollout, p: PpoParams, kl_coef: float) -> dict[str, T
     """(B, T) advantages by name. Response i is to prompt i // GROUP."""
     mask = rollout.mask
     rewards = F.token_rewards(rollout.scores, rollout.logprobs, rollout.ref_logprobs, mask, kl_coef)
-    to_go = rewards.flip(1).cumsum(1).flip(1) * mask
     groups = torch.arange(len(mask)) // GROUP
     loo = leave_one_out(rewards.sum(1), groups)[:, None] * mask
 
@@ -53,19 +51,10 @@ def advantages_of(rollout: Rollout, p: PpoParams, kl_coef: float) -> dict[str, T
     return {
         f"lam {p.lam}": gae(p.lam),
         **{f"lam {lam}": gae(lam) for lam in (0.8, 0.9, 1.0) if lam != p.lam},
-        "returns": to_go,
+        "returns": rollout.returns,
         "RLOO": loo,
         f"lam {p.lam} less LOO of the critic's errors": (gae(p.lam) - of_others) * mask,
     }
-
-
-def monte_carlo_variance(rollout: Rollout, kl_coef: float) -> float:
-    """The share of the variance of the Monte-Carlo returns that the critic explains."""
-    rewards = F.token_rewards(
-        rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef
-    )
-    to_go = rewards.flip(1).cumsum(1).flip(1)
-    return F.explained_variance(rollout.values, to_go, rollout.mask)
 
 
 def gradients(
@@ -144,14 +133,9 @@ def measure(trainer: PpoTrainer, prompts: list[Episode], number: int) -> dict[st
                 by_name.setdefault(name + kind, []).append(gradient)
     products = {name: (m := torch.stack(rows)) @ m.T for name, rows in by_name.items()}
     rows = {name: noise(one, products[first], p.batch_size) for name, one in products.items()}
-    return {
-        "explained_variance": monte_carlo_variance(rollout, kl_coef),
-        "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
-        "score_mean": float(rollout.scores.mean()),
-        "kl": float(rollout.sequence_kl.mean()),
-        "tokens": float(rollout.mask.sum(1).float().mean()),
-        "advantages": rows,
-    }
+    names = ("explained_variance", "value_mean", "score_mean", "kl", "response_length")
+    described = describe(rollout, trainer.sft_length or 1.0)
+    return {name: described[name] for name in names} | {"advantages": rows}
 
 
 def main() -> None:
@@ -163,23 +147,17 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     params = resolve("keep", None, options.set)
-    setup_torch(params)
-    roles = load_roles(params, SFT, REWARD)
-    train, held_out = episodes(params, roles.tokenizer)
-    trainer = PpoTrainer(roles, train, params.ppo, params.seed)
+    trainer, selector = make_trainer(params)
     started = time.perf_counter()
-    if params.ppo.critic_warmup_epochs:  # as stages/ppo/trainer/loop.py does
-        generator = torch.Generator().manual_seed(params.seed)
-        batch = held_out * GROUP
-        responses = roles.sample([tokens for _, tokens in batch], params.ppo, generator)
-        trainer.fit_critic(batch, responses)
+    selector.validate(0)
+    warm_up_critic(trainer, selector)
     for update in options.updates:
         while trainer.updates < update:
             _, metrics = trainer.step()
             print(trainer.updates, metrics, file=sys.stderr, flush=True)
         state = trainer.generator.get_state()
         result = {"update": update, "seconds": time.perf_counter() - started}
-        print(json.dumps(result | measure(trainer, train, options.gradients), indent=1))
+        print(json.dumps(result | measure(trainer, trainer.prompts, options.gradients), indent=1))
         trainer.generator.set_state(state)
 
 

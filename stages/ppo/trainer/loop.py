@@ -61,12 +61,9 @@ class TrainingRun(Run):
                 self.selector.validate_reference()
             self.validate_first()
             trainer.sft_length = self.selector.first.length
-            if trainer.algorithm.has_critic and self.ppo.critic_warmup_epochs:
-                responses = self.selector.responses
-                prompts = [*self.selector.prompts] * (len(responses) // len(self.selector.prompts))
-                trainer.fit_critic(prompts, responses)
             if trainer.algorithm.has_critic:  # RLOO and GRPO have no ratio per 1 / length
                 check_clip_range(self.ppo, self.selector.rounding)
+                warm_up_critic(trainer, self.selector)
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update the policy, keep the rollout
             rollout, metrics = trainer.step()
@@ -134,6 +131,13 @@ class TrainingRun(Run):
         self.trainer.load_state(state["trainer"])
         set_random_state(state["random"])
         self.resume_log(self.trainer.updates, state["selector"])
+
+
+def warm_up_critic(trainer: PpoTrainer, selector: PolicySelector) -> None:
+    """Fit the critic to the responses of the selector's first validation."""
+    if trainer.params.critic_warmup_epochs:
+        passes = len(selector.responses) // len(selector.prompts)
+        trainer.fit_critic([*selector.prompts] * passes, selector.responses)
 
 
 def check_clip_range(params: PpoParams, rounding: Rounding) -> None:

@@ -32,7 +32,7 @@ class Rollout(RoleOutputs):
     # model the weighted sum of the parts
     calibrated: Tensor
     scores: Tensor  # (B,) weighted sum of calibrated and parts, clipped and penalised
-    trained: Tensor  # (B, T) bool: tokens of the mask that the policy's loss has
+    policy_mask: Tensor  # (B, T) bool: tokens of the mask that the policy's loss has
     advantages: Tensor  # (B, T)
     returns: Tensor  # (B, T) for the critic
     sampler_log_ratios: Tensor | None  # (B, T) nats; see `Roles`

@@ -143,8 +143,9 @@ class PpoTrainer:
         p, roles = self.params, self.roles
 
         # 2. generate
-        is_given = responses is not None
-        responses = responses or roles.sample([tokens for _, tokens in batch], p, self.generator)
+        is_sampled = responses is None
+        if responses is None:
+            responses = roles.sample([tokens for _, tokens in batch], p, self.generator)
         inputs = RewardInputs([row for row, _ in batch], responses)
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
@@ -161,7 +162,7 @@ class PpoTrainer:
             own_outputs += [part] if is_own else []
         outputs = concat_outputs(own_outputs)
         sampler_log_ratios = None  # an engine knows those of its last samples
-        if not is_given:
+        if is_sampled:
             sampler_log_ratios = roles.sampler_log_ratios(outputs.logprobs, outputs.mask)
 
         # 3. score: the reward model's calibrated score and the further rewards; an episode whose
@@ -198,7 +199,7 @@ class PpoTrainer:
         )
         is_left_out = p.mask_truncated_completions & ~ended
         return Rollout(
-            trained=outputs.mask & ~is_left_out[:, None],
+            policy_mask=outputs.mask & ~is_left_out[:, None],
             rows=list(inputs.rows),
             responses=list(inputs.responses),
             parts=parts,
@@ -401,9 +402,9 @@ class PpoTrainer:
         """
         p, rollout, algorithm = self.params, batch.rollout, self.algorithm
         mask, old_logprobs, ref_logprobs, advantages = batch.columns(
-            rollout.trained, rollout.logprobs, rollout.ref_logprobs, rollout.advantages
+            rollout.policy_mask, rollout.logprobs, rollout.ref_logprobs, rollout.advantages
         )
-        tokens = rollout.trained[batch.mini_batch].sum().clamp(min=1)
+        tokens = rollout.policy_mask[batch.mini_batch].sum().clamp(min=1)
         episodes = len(batch.mini_batch)
         losses, clipped = algorithm.loss(logprobs, old_logprobs, advantages, mask, algorithm.clip)
         weights = algorithm.weights(mask, tokens, episodes)
