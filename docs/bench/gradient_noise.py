@@ -5,8 +5,10 @@ After `make run`, `python docs/bench/gradient_noise.py --updates 0 8 --set seed=
 on the models of round r0, and takes the gradient of the policy loss of each batch. c is the mean
 product of two batches' gradients over that of a gradient with itself: the share of a gradient's
 squared norm that is not noise. The noise scale is batch_size (1 - c) / c: in a batch of so many
-episodes, half is noise (McCandlish et al. 2018, arXiv 1812.06162). Errors are a jackknife's over
-batches; `ratio`, to the first advantage's noise scale, is paired.
+episodes, half is noise (McCandlish et al. 2018, arXiv 1812.06162). What is not noise may be bias:
+`worth` is how many episodes of the first advantage one of this is worth, by the share of the
+squared norm along the gradient without bias (lambda 1, of the other batches). Errors are a
+jackknife's over batches, paired.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from stages.ppo.trainer.rollout import Rollout, describe
 from stages.ppo.trainer.update import PpoTrainer
 
 GROUP = 4  # responses per prompt
+UNBIASED, GROUPED = "lam 1.0", ", groups"  # names of an advantage; of batches with whole groups
 
 
 def advantages_of(rollout: Rollout, p: PpoParams, kl_coef: float) -> dict[str, Tensor]:
@@ -50,8 +53,8 @@ def advantages_of(rollout: Rollout, p: PpoParams, kl_coef: float) -> dict[str, T
     of_others = (errors - leave_one_out(errors, groups))[:, None] * mask
     return {
         f"lam {p.lam}": gae(p.lam),
-        **{f"lam {lam}": gae(lam) for lam in (0.8, 0.9, 1.0) if lam != p.lam},
-        "returns": rollout.returns,
+        **{f"lam {lam}": gae(lam) for lam in (0.6, 0.8, 0.9) if lam != p.lam},
+        UNBIASED: gae(1.0),
         "RLOO": loo,
         f"lam {p.lam} less LOO of the critic's errors": (gae(p.lam) - of_others) * mask,
     }
@@ -75,10 +78,10 @@ def gradients(
     return result
 
 
-def signal(products: Tensor) -> float:
-    """c of (n, n) products of n gradients."""
-    n, own = len(products), products.diagonal()
-    return float((products.sum() - own.sum()) / (n - 1) / own.sum())
+def of_others(products: Tensor, keep: list[int]) -> float:
+    """The mean of (n, n) products of gradients of one batch with gradients of another."""
+    kept = products[keep][:, keep]
+    return float((kept.sum() - kept.diagonal().sum()) / (len(keep) * (len(keep) - 1)))
 
 
 def jackknife(function: Callable[[list[int]], float], number: int) -> tuple[float, float]:
@@ -90,23 +93,37 @@ def jackknife(function: Callable[[list[int]], float], number: int) -> tuple[floa
     return function(everything), math.sqrt((number - 1) / number * squares)
 
 
-def noise(products: Tensor, first: Tensor, batch_size: int) -> dict[str, float]:
-    """The noise scale by (n, n) products of n gradients, and its ratio to that of `first`."""
+class Gradients:
+    """(n, weights) gradients of n batches, by their products with each other and with those of the
+    same batches without bias.
+    """
 
-    def scale(products: Tensor, keep: list[int]) -> float:
-        c = signal(products[keep][:, keep])
-        return batch_size * (1 - c) / c if c > 0 else math.inf
+    def __init__(self, gradients: Tensor, unbiased: Tensor) -> None:
+        self.own, self.true = gradients @ gradients.T, gradients @ unbiased.T
+        self.unbiased = unbiased @ unbiased.T
 
-    c, c_error = jackknife(lambda keep: signal(products[keep][:, keep]), len(products))
-    ratio, ratio_error = jackknife(
-        lambda keep: scale(products, keep) / scale(first, keep), len(products)
-    )
+    def share(self, keep: list[int]) -> float:
+        """c of the batches `keep`."""
+        return of_others(self.own, keep) / float(self.own.diagonal()[keep].mean())
+
+    def along(self, keep: list[int]) -> float:
+        """The share of the squared norm along the gradient without bias."""
+        norms = float(self.own.diagonal()[keep].mean()) * of_others(self.unbiased, keep)
+        return of_others(self.true, keep) ** 2 / norms
+
+
+def noise(gradients: Gradients, first: Gradients, batch_size: int) -> dict[str, float]:
+    """The noise scale, and the worth in episodes of `first`."""
+    number = len(gradients.own)
+    c, c_error = jackknife(gradients.share, number)
+    value, value_error = jackknife(lambda keep: gradients.along(keep) / first.along(keep), number)
+    scale = batch_size * (1 - c) / c if c > 0 else math.inf
     return {
         "c": c,
         "c_error": c_error,
-        "noise_scale": scale(products, list(range(len(products)))),
-        "ratio": ratio,
-        "ratio_error": ratio_error,
+        "noise_scale": scale,
+        "worth": value,
+        "worth_error": value_error,
     }
 
 
@@ -124,15 +141,19 @@ def measure(trainer: PpoTrainer, prompts: list[Episode], number: int) -> dict[st
     groups = list(range(len(order)))
     by_name: dict[str, list[Tensor]] = {}
     first = next(iter(advantages))
-    for kind, episodes_in_order in (("", order), (", groups", groups)):
+    for kind, episodes_in_order in (("", order), (GROUPED, groups)):
         # leave-one-out sees nothing of a prompt that is alone in its batch
-        used = {n: a for n, a in advantages.items() if not kind or "LOO" in n or n == first}
+        used = {n: a for n, a in advantages.items() if bool(kind) == ("LOO" in n) or n == UNBIASED}
         for start in range(0, len(order), p.batch_size):
             batch = episodes_in_order[start : start + p.batch_size]
             for name, gradient in gradients(trainer, rollout, used, batch).items():
                 by_name.setdefault(name + kind, []).append(gradient)
-    products = {name: (m := torch.stack(rows)) @ m.T for name, rows in by_name.items()}
-    rows = {name: noise(one, products[first], p.batch_size) for name, one in products.items()}
+    stacked = {name: torch.stack(rows) for name, rows in by_name.items()}
+    unbiased = {False: stacked[UNBIASED], True: stacked[UNBIASED + GROUPED]}
+    compared = {
+        name: Gradients(one, unbiased[name.endswith(GROUPED)]) for name, one in stacked.items()
+    }
+    rows = {name: noise(one, compared[first], p.batch_size) for name, one in compared.items()}
     names = ("explained_variance", "value_mean", "score_mean", "kl", "response_length")
     described = describe(rollout, trainer.sft_length or 1.0)
     return {name: described[name] for name in names} | {"advantages": rows}

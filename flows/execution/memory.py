@@ -22,7 +22,7 @@ from flows.execution.model_shape import ModelShape, read_shape
 from stages.lib.core.errors import OutOfMemory
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
-from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
+from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL, ZERO_SHOT
 from stages.lib.core.params.judging import Annotator
 from stages.lib.core.params.policy import Algorithm, Critic, Engine, PpoParams
 from stages.lib.core.params.shared import Dtype, LoraParams, TrainParams
@@ -123,7 +123,7 @@ def _ppo_roles(params: Params, shape: ModelShape) -> list[Role]:
 def judge_weights(shape: ModelShape, named: Iterable[str]) -> float:
     """Weights of those judges or rewards that are models."""
     weights = 0
-    for name in set(named):
+    for name in {FLUENCY if name == ZERO_SHOT else name for name in named}:  # they share a model
         if name in (FLUENCY, HELD_OUT_REWARD_MODEL):
             weights += shape.weights
         elif Path(name).is_dir() and (other := read_shape(name)):

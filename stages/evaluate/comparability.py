@@ -6,6 +6,7 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import json_hash, read_json, stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import ZERO_SHOT
 from stages.lib.data.splits import evaluation_hash
 
 Settings = Mapping[str, Any]  # `evaluation_hash`, and values by key of params.yaml
@@ -39,6 +40,7 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
         for key, endpoint in params.language_models().values()
         for name in endpoint_keys
     }
+    asked = params.evaluate.zero_shot.model_dump() if ZERO_SHOT in params.evaluate.judges else {}
     return {
         "evaluation_hash": eval_hash,
         "evaluate.judges": params.evaluate.judges,
@@ -46,6 +48,7 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
         "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
         "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,
         "evaluate.tie_margin": params.evaluate.tie_margin,
+        **{f"evaluate.zero_shot.{key}": text for key, text in asked.items()},
         "ppo.response_length": params.ppo.response_length,
         "ppo.temperature": params.ppo.temperature,
         "prepare.prompt_format": params.prepare.prompt_format.value,

@@ -15,7 +15,7 @@ from stages.lib.core.constitution import read_principles
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, write_json
 from stages.lib.core.params import Params
-from stages.lib.core.params.evaluation import BUILT_IN_JUDGES
+from stages.lib.core.params.evaluation import BUILT_IN_JUDGES, ZERO_SHOT
 from stages.lib.core.params.policy import Engine
 from stages.lib.core.user_functions import function_files
 from stages.lib.core.validation import read_json_as
@@ -91,6 +91,8 @@ def _primary_judge(params: Params) -> str:
     """The settings of the first judge, on which its verdicts depend."""
     named = params.evaluate.judges[0]
     settings: dict[str, object] = {"judge": named, "tie_margin": params.evaluate.tie_margin}
+    if named == ZERO_SHOT:
+        settings[ZERO_SHOT] = params.evaluate.zero_shot.model_dump()
     if named in params.language_models():
         _, endpoint = params.language_models()[named]
         settings["endpoint"] = endpoint.model_dump(include=set(VERDICT_SETTINGS))

@@ -61,6 +61,16 @@ def transcript(messages: list[dict[str, str]]) -> str:
     )
 
 
+def whole_texts(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[str]:
+    """What a judge of texts reads: a string prompt with the response that continues it. Of a
+    conversation only the response, because the prompt is another speaker's text.
+    """
+    return [
+        prompt + response if isinstance(prompt, str) else response
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
 def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -> str:
     """Render a prompt as the text that the response follows.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from stages.lib.core.progress import tracked
 from stages.lib.core.types import Prompt
+from stages.lib.data.prompts import whole_texts
 from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
 from stages.lib.metrics.text import repetition_n, strip_emoji_and_exclamations
 
@@ -26,16 +27,8 @@ def lexicon() -> Any:
 
 
 def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """VADER's compound score, -1..1, of each text.
-
-    A string prompt is scored together with the response that continues it. Of a conversation only
-    the response is scored, because the prompt is another speaker's text.
-    """
-    texts = (
-        prompt + response if isinstance(prompt, str) else response
-        for prompt, response in zip(prompts, responses, strict=True)
-    )
-    return _compound(texts, len(responses))
+    """VADER's compound score, -1..1, of each text (see `whole_texts`)."""
+    return _compound(whole_texts(prompts, responses), len(responses))
 
 
 def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:

@@ -1,13 +1,14 @@
 """Load the judges that evaluate.judges names: all of them, or the first one."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, metric_name, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
+from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL, ZERO_SHOT
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.progress import print_line
 from stages.lib.core.rows import Demonstration, read_rows
@@ -18,7 +19,7 @@ from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import Comparison, PairwiseJudge, Verdict
-from stages.lib.judging.pointwise import Fluency, PointwiseJudge, garbledness
+from stages.lib.judging.pointwise import Fluency, PointwiseJudge, ZeroShot, garbledness
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
@@ -58,8 +59,8 @@ LoadModel = Callable[[], Any]
 
 
 def base_model(params: Params) -> LoadModel:
-    """A function that loads the model before SFT, which only the judge `fluency` asks."""
-    return lambda: load_causal_lm(ASSETS / "model", params.model)
+    """A function that loads the model before SFT, once, if a judge asks it."""
+    return cache(lambda: load_causal_lm(ASSETS / "model", params.model))
 
 
 def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
@@ -103,6 +104,11 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         tokenizer = load_tokenizer(ASSETS / "model")
         nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
         return PointwiseJudge(named, garbledness(nll, people), 0.0)
+    if named == ZERO_SHOT:
+        question = params.evaluate.zero_shot
+        return PointwiseJudge(
+            named, ZeroShot(base(), load_tokenizer(ASSETS / "model"), question), margin
+        )
     if ":" in named:
         return MainProcessJudge(
             lambda: PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)

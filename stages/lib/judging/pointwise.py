@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from stages.lib.core.params.evaluation import ZeroShotParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import progress
 from stages.lib.core.rows import Demonstration
 from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.core.user_functions import check_scores
-from stages.lib.data.prompts import encode
+from stages.lib.data.prompts import continuing_tokens, encode, whole_texts, with_bos
 from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
 from stages.lib.lm.logprobs import token_logprobs
 
@@ -80,6 +81,26 @@ class Fluency:
         ]
         logprobs = token_logprobs(self.model, [p for p, _ in encoded], [r for _, r in encoded])
         return [-float(row.mean()) for row in logprobs]
+
+
+class ZeroShot:
+    """Log odds of the better of two answers to a question about each text, in nats, under a model
+    that was trained neither on labels nor on rewards.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, params: ZeroShotParams) -> None:
+        self.model, self.tokenizer, self.params = model, tokenizer, params
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        texts = [
+            with_bos(self.tokenizer, self.tokenizer(text, add_special_tokens=False).input_ids)
+            for text in (whole + self.params.question for whole in whole_texts(prompts, responses))
+        ]
+        answers = [self.params.better] * len(texts) + [self.params.worse] * len(texts)
+        tokens = [continuing_tokens(self.tokenizer, answer) for answer in answers]
+        logprobs = [float(row.sum()) for row in token_logprobs(self.model, texts + texts, tokens)]
+        pairs = zip(logprobs[: len(texts)], logprobs[len(texts) :], strict=True)
+        return [better - worse for better, worse in pairs]
 
 
 def garbledness(nll: ScoreFunction, people: Sequence[Demonstration]) -> ScoreFunction:

@@ -69,7 +69,7 @@ def test_further_models_count(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG))
     more = stage_weights(
         reward={"ensemble": 3, "judge_share": 0.5},
-        evaluate={"judges": ["fluency", "apart", str(tmp_path)]},
+        evaluate={"judges": ["zero_shot", "fluency", "apart", str(tmp_path)]},
     )
     assert more["reward"][0] == 4  # the last member, two before it, and the held-out one
     assert more["battery"][0] == 1 + 3 + 1 + 1

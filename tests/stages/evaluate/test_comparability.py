@@ -21,7 +21,8 @@ def settings(eval_hash: str = "f", **changes: dict[str, object]):
         settings(evaluate={"samples_per_prompt": 3}),
         settings(evaluate={"checkpoint_samples_per_prompt": 2}),
         settings(evaluate={"tie_margin": 0.1}),
-        settings(evaluate={"judges": ["lexicon"]}),
+        settings(evaluate={"judges": ["lexicon", "zero_shot"]}),
+        settings(evaluate={"zero_shot": {"better": " good"}}),
         settings(ppo={"temperature": 0.7}),
         settings(ppo={"response_length": 16}),
         settings(prepare={"prompt_format": "chat"}),
@@ -36,6 +37,9 @@ def test_each_setting_makes_another_evaluation(other):
 def test_settings_that_change_no_number_do_not():
     same = settings(evaluate={"bootstrap_resamples": 100}, ppo={"learning_rate": 1e-5})
     assert evaluation_id(settings()) == evaluation_id(same) and differences(settings(), same) == []
+    lexicon = {"judges": ["lexicon"]}
+    other_question = lexicon | {"zero_shot": {"better": " good"}}
+    assert settings(evaluate=lexicon) == settings(evaluate=other_question)
     # the order of keys is of no effect
     assert evaluation_id(dict(reversed(same.items()))) == evaluation_id(same)
 

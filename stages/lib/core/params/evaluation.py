@@ -11,8 +11,8 @@ from stages.lib.core.params.shared import ParamsSection, PathText
 
 # Name of the judge that the reward stage trains on pairs that the reward model does not see
 HELD_OUT_REWARD_MODEL = "apart"
-FLUENCY = "fluency"
-BUILT_IN_JUDGES = (JudgeName.lexicon.value, FLUENCY, HELD_OUT_REWARD_MODEL)
+FLUENCY, ZERO_SHOT = "fluency", "zero_shot"  # judges that ask the model before SFT
+BUILT_IN_JUDGES = (JudgeName.lexicon.value, ZERO_SHOT, FLUENCY, HELD_OUT_REWARD_MODEL)
 
 
 class CapabilityParams(ParamsSection):
@@ -102,15 +102,24 @@ class ReplayParams(ParamsSection):
     )
 
 
+class ZeroShotParams(ParamsSection):
+    """What the judge `zero_shot` asks of the model before SFT, after each text."""
+
+    question: str = Field(" I feel", min_length=1, description="What follows the text.")
+    better: str = Field(" great", min_length=1, description="The answer after a good text.")
+    worse: str = Field(" terrible", min_length=1, description="The answer after a bad text.")
+
+
 class EvaluateParams(ParamsSection):
     judges: list[Annotated[PathText, Field(min_length=1)]] = Field(
-        ["lexicon", "fluency"],
+        ["lexicon", "zero_shot", "fluency"],
         min_length=1,
-        description="The judges: `lexicon`; `fluency`, against garbled texts; `endpoint`, see "
-        "annotate.endpoint; `endpoint:name`, see evaluate.endpoints; `apart`, see "
-        "reward.judge_share; `module:name`, a function `(prompts, responses) -> "
-        "list[float]`; the folder of a reward model.",
+        description="The judges: `lexicon`; `zero_shot`, see evaluate.zero_shot; `fluency`, "
+        "against garbled texts; `endpoint`, see annotate.endpoint; `endpoint:name`, see "
+        "evaluate.endpoints; `apart`, see reward.judge_share; `module:name`, a function `(prompts, "
+        "responses) -> list[float]`; the folder of a reward model.",
     )
+    zero_shot: ZeroShotParams = ZeroShotParams()
     endpoints: dict[str, EndpointParams] = Field(
         {},
         description="More language models as judges, by name; `judges` lists them as "

@@ -1,6 +1,7 @@
 """The files that only params.yaml names: which they are, and which of them have changed."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,8 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "constitution": {"principles.txt": sha256("Be kind.\n")},
         "engine": {},
     }
+    [asks] = input_hashes(everything(judges=["zero_shot"]))["primary_judge"].values()
+    assert json.loads(asks)["zero_shot"]["question"] == " I feel"
     # the files of a primary judge are among its hashes too
     judges = everything(judges=["taste:score", "lexicon"])
     assert input_hashes(judges)["primary_judge"].items() >= function.items()

@@ -205,7 +205,7 @@ def test_an_endpoint_must_be_described():
         check_params({"annotate": {"endpoint": server | {"rubric": " "}}}, "test")
     with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
         check_params({"evaluate": {"judges": ["apart"]}}, "test")
-    assert Params().evaluate.judges == ["lexicon", "fluency"]
+    assert Params().evaluate.judges == ["lexicon", "zero_shot", "fluency"]
     with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is listed more than once"):
         check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
     assert metric_name("models/other rm") == "models_other_rm"

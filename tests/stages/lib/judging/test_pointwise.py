@@ -1,8 +1,10 @@
 """Judges that score each response alone: the lexicon with its rules against hacks, and fluency."""
 
 import pytest
+import torch
 
 from stages.lib.core.errors import RondoError
+from stages.lib.core.params.evaluation import ZeroShotParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.judging.lexicon import (
     LexiconScores,
@@ -13,7 +15,7 @@ from stages.lib.judging.lexicon import (
     sentiment_plain,
 )
 from stages.lib.judging.pairwise import Comparison, Preference
-from stages.lib.judging.pointwise import Fluency, PointwiseJudge
+from stages.lib.judging.pointwise import Fluency, PointwiseJudge, ZeroShot
 
 
 def test_the_higher_score_wins_by_more_than_the_margin_and_is_computed_once():
@@ -122,3 +124,30 @@ def test_fluency_is_the_reference_nll(tiny_folder):
     labels = whole.clone()
     labels[:, : prompt.shape[1]] = -100
     assert nll == pytest.approx(model(whole, labels=labels).loss.item(), abs=1e-4)
+
+
+def test_zero_shot_is_the_log_odds_of_two_answers(tiny_folder):
+    """Against transformers' own logits; the prompt of a conversation is no part of the text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_folder).float(),
+        AutoTokenizer.from_pretrained(tiny_folder),
+    )
+
+    def logprob(text, answer):
+        ids, tokens = (
+            tokenizer(part, add_special_tokens=False).input_ids for part in (text, answer)
+        )
+        logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].sum().item()
+
+    question, better, worse = " Is it good?", " yes", " no, not at all"
+    judge = ZeroShot(
+        model, tokenizer, ZeroShotParams(question=question, better=better, worse=worse)
+    )
+    user = [{"role": "user", "content": "How was it?"}]
+    scores = judge(["My trip", user], [" was great.", "Great."])
+    for score, text in zip(scores, ["My trip was great.", "Great."], strict=True):
+        odds = logprob(text + question, better) - logprob(text + question, worse)
+        assert score == pytest.approx(odds, abs=1e-4)
