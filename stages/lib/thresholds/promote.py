@@ -16,7 +16,7 @@ PROMOTE = (
         "If score_mean of the ppo stage rose, the policy exploits the reward model: read "
         "rounds/{round}/evaluate/samples.jsonl, then run `rondo next-round`, which trains on the "
         "failures of this round. If score_mean did not rise, lower ppo.kl_coef or raise "
-        "ppo.total_episodes",
+        "ppo.total_episodes; the latter also if evaluate.kl_efficiency is below 0.5 (noise)",
         default=0.5,
         ge=0,
         le=1,
