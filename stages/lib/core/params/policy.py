@@ -240,7 +240,7 @@ class PpoParams(ParamsSection):
         1.0, gt=0, description="Gradients are clipped to this norm, policy and critic separately."
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
-    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
+    lam: float = Field(0.8, ge=0, le=1, description="GAE's lambda.")
     cliprange: float = Field(
         0.2, gt=0, description="Clip range of the probability ratio per token."
     )
