@@ -1,9 +1,9 @@
 """Sections of params.yaml for tests of models: `battery`, `evaluate`, `capability`, `replay`."""
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.lib.core.files import metric_name
 from stages.lib.core.params.judging import EndpointParams, JudgeName
@@ -108,6 +108,12 @@ class ZeroShotParams(ParamsSection):
     question: str = Field(" I feel", min_length=1, description="What follows the text.")
     better: str = Field(" great", min_length=1, description="The answer after a good text.")
     worse: str = Field(" terrible", min_length=1, description="The answer after a bad text.")
+
+    @model_validator(mode="after")
+    def answers_differ(self) -> Self:
+        if self.better == self.worse:
+            raise ValueError("better and worse are the same answer: all texts would tie")
+        return self
 
 
 class EvaluateParams(ParamsSection):

@@ -208,6 +208,8 @@ def test_an_endpoint_must_be_described():
     assert Params().evaluate.judges == ["lexicon", "zero_shot", "fluency"]
     with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is listed more than once"):
         check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
+    with pytest.raises(BadInput, match=r"evaluate\.zero_shot: .*are the same answer"):
+        check_params({"evaluate": {"zero_shot": {"better": " good", "worse": " good"}}}, "test")
     assert metric_name("models/other rm") == "models_other_rm"
 
 
