@@ -40,7 +40,8 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
         for key, endpoint in params.language_models().values()
         for name in endpoint_keys
     }
-    asked = params.evaluate.zero_shot.model_dump() if ZERO_SHOT in params.evaluate.judges else {}
+    config = params.evaluate
+    zero_shot = config.zero_shot.model_dump() if ZERO_SHOT in config.judges else {}
     return {
         "evaluation_hash": eval_hash,
         "evaluate.judges": params.evaluate.judges,
@@ -48,7 +49,7 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
         "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
         "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,
         "evaluate.tie_margin": params.evaluate.tie_margin,
-        **{f"evaluate.zero_shot.{key}": text for key, text in asked.items()},
+        **{f"evaluate.zero_shot.{key}": text for key, text in zero_shot.items()},
         "ppo.response_length": params.ppo.response_length,
         "ppo.temperature": params.ppo.temperature,
         "prepare.prompt_format": params.prepare.prompt_format.value,
