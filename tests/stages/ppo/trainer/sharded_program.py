@@ -30,7 +30,7 @@ SETTINGS |= {"response_length": 6, "learning_rate": 1e-2, "critic_learning_rate"
 CASES: dict[str, dict[str, Any]] = {
     "critic": {"max_grad_norm": 0.01, "entropy_coef": 0.01},
     "value head": {"max_grad_norm": 100.0, "loss_level": "sequence", "cliprange_sequence": 0.2},
-    "bfloat16": {"learning_rate": 1e-3},
+    "bfloat16": {"learning_rate": 1e-3, "lam": 0.95},
 }
 
 

@@ -36,10 +36,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 # float32: sums of other parts. bfloat16: the gradients of two processes are rounded together; how
-# far that goes depends on the processor's products (up to 1.6% of approx_kl without AVX-512)
+# far that goes depends on the processor's products (1.2% of approx_kl without AVX-512)
 @pytest.mark.parametrize(
     ("case", "relative", "absolute"),
-    [("critic", 1e-3, 1e-5), ("value head", 1e-3, 1e-5), ("bfloat16", 3e-2, 3e-4)],
+    [("critic", 1e-3, 1e-5), ("value head", 1e-3, 1e-5), ("bfloat16", 1.5e-2, 3e-4)],
 )
 def test_sharded_models_are_trained_as_whole_ones(
     trained: dict[str, Any], case: str, relative: float, absolute: float
