@@ -78,7 +78,7 @@ def gradients(
     return result
 
 
-def of_others(products: Tensor, keep: list[int]) -> float:
+def mean_between(products: Tensor, keep: list[int]) -> float:
     """The mean of (n, n) products of gradients of one batch with gradients of another."""
     kept = products[keep][:, keep]
     return float((kept.sum() - kept.diagonal().sum()) / (len(keep) * (len(keep) - 1)))
@@ -104,12 +104,12 @@ class Gradients:
 
     def share(self, keep: list[int]) -> float:
         """c of the batches `keep`."""
-        return of_others(self.own, keep) / float(self.own.diagonal()[keep].mean())
+        return mean_between(self.own, keep) / float(self.own.diagonal()[keep].mean())
 
     def along(self, keep: list[int]) -> float:
         """The share of the squared norm along the gradient without bias."""
-        norms = float(self.own.diagonal()[keep].mean()) * of_others(self.unbiased, keep)
-        return of_others(self.true, keep) ** 2 / norms
+        norms = float(self.own.diagonal()[keep].mean()) * mean_between(self.unbiased, keep)
+        return mean_between(self.true, keep) ** 2 / norms
 
 
 def noise(gradients: Gradients, first: Gradients, batch_size: int) -> dict[str, float]:
@@ -149,9 +149,9 @@ def measure(trainer: PpoTrainer, prompts: list[Episode], number: int) -> dict[st
             for name, gradient in gradients(trainer, rollout, used, batch).items():
                 by_name.setdefault(name + kind, []).append(gradient)
     stacked = {name: torch.stack(rows) for name, rows in by_name.items()}
-    unbiased = {False: stacked[UNBIASED], True: stacked[UNBIASED + GROUPED]}
     compared = {
-        name: Gradients(one, unbiased[name.endswith(GROUPED)]) for name, one in stacked.items()
+        name: Gradients(one, stacked[UNBIASED + GROUPED * name.endswith(GROUPED)])
+        for name, one in stacked.items()
     }
     rows = {name: noise(one, compared[first], p.batch_size) for name, one in compared.items()}
     names = ("explained_variance", "value_mean", "score_mean", "kl", "response_length")

@@ -96,9 +96,12 @@ class ZeroShot:
             with_bos(self.tokenizer, self.tokenizer(text, add_special_tokens=False).input_ids)
             for text in (whole + self.params.question for whole in whole_texts(prompts, responses))
         ]
-        answers = [self.params.better] * len(texts) + [self.params.worse] * len(texts)
-        tokens = [continuing_tokens(self.tokenizer, answer) for answer in answers]
-        logprobs = [float(row.sum()) for row in token_logprobs(self.model, texts + texts, tokens)]
+        better_ids, worse_ids = (
+            continuing_tokens(self.tokenizer, answer)
+            for answer in (self.params.better, self.params.worse)
+        )
+        answers = [better_ids] * len(texts) + [worse_ids] * len(texts)
+        logprobs = [float(row.sum()) for row in token_logprobs(self.model, texts + texts, answers)]
         pairs = zip(logprobs[: len(texts)], logprobs[len(texts) :], strict=True)
         return [better - worse for better, worse in pairs]
 

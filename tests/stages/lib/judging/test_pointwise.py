@@ -1,4 +1,4 @@
-"""Judges that score each response alone: the lexicon with its rules against hacks, and fluency."""
+"""Judges that score each response alone: the lexicon with its rules, zero-shot answers, fluency."""
 
 import pytest
 import torch
