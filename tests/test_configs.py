@@ -19,7 +19,7 @@ from stages.lib.core.params import Params, check_params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
 from stages.lib.core.params.policy import Algorithm, PpoParams
-from stages.lib.core.user_inputs import INPUTS, user_files
+from stages.lib.core.user_inputs import INPUTS, VERDICT_SETTINGS, user_files
 from stages.lib.thresholds import THRESHOLDS
 from tests.paths import ROOT
 
@@ -208,6 +208,13 @@ def test_a_changed_threshold_reruns_its_gate_and_for_promotion_the_champion() ->
     assert stages_with("params", "gates.reward") == {"gate_reward"}
     assert stages_with("params", "gates.promote") == {"gate_promote", "champion"}
     assert stages_with("params", "gates") == {"gate_sft", "gate_reward", "gate_promote", "champion"}
+
+
+def test_changed_settings_of_a_judge_rerun_the_stages_that_ask_all_judges() -> None:
+    settings = {f"evaluate.{key}" for key in ("judges", "zero_shot", "endpoints", "tie_margin")}
+    endpoint = {f"annotate.endpoint.{key}" for key in VERDICT_SETTINGS}
+    assert settings | endpoint <= set(DAG["replay"]["params"])
+    assert {"evaluate"} | endpoint <= set(DAG["evaluate"]["params"])
 
 
 def test_another_champion_reruns_ppo_only_if_it_starts_from_the_champion() -> None:

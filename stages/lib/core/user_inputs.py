@@ -84,7 +84,8 @@ def _judge_files(named: str, params: Params) -> list[Path]:
         return []
     if ":" in named:
         return function_files(named, "evaluate.judges")
-    return [_model_folder(named, "evaluate.judges")]
+    judges = ", ".join([*BUILT_IN_JUDGES, *params.language_models()])
+    return [_model_folder(named, "evaluate.judges", f"name one of {judges}, or")]
 
 
 def _primary_judge(params: Params) -> str:
@@ -99,14 +100,14 @@ def _primary_judge(params: Params) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def _model_folder(named: str, key: str) -> Path:
+def _model_folder(named: str, key: str, advice: str = "name") -> Path:
     if Path(named).parts[:1] == (ROUNDS.name,):
         raise BadInput(
             f"{key}: {named} is an output of the pipeline, and a run may change it: "
             "copy it to another folder, e.g. models/, and name the copy"
         )
     if not (Path(named) / "config.json").exists():
-        raise BadInput(f"{key}: no model in {named}; name a folder that has a config.json")
+        raise BadInput(f"{key}: no model in {named}; {advice} a folder that has a config.json")
     return Path(named)
 
 

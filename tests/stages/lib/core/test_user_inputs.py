@@ -89,6 +89,7 @@ def test_what_params_do_not_use_is_no_input() -> None:
     [
         ({"assets": {"data": "files"}}, r"--set 'prepare\.sources=\[\{path: pairs"),
         ({"evaluate": {"judges": ["models/none"]}}, r"evaluate\.judges: no model in models/none"),
+        ({"evaluate": {"judges": ["zeroshot"]}}, r"in zeroshot; name one of lexicon, zero_shot, "),
         (
             {"evaluate": {"judges": ["none:score"]}},
             r"evaluate\.judges: none:score: no module named none",
