@@ -28,7 +28,7 @@ from stages.lib.lm.loading import check_model_lengths, setup_torch
 from stages.lib.lm.saving import save_trained
 from stages.lib.lm.world import held_share
 from stages.ppo.common.episodes import make_episodes
-from stages.ppo.common.outputs import publish_outputs, write_no_critic
+from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
 from stages.ppo.common.rewards import SERVED, check_served_model
@@ -108,13 +108,10 @@ def main(params: Params, round_: str) -> None:
         run.selector.select(
             trainer.updates, run.monitor.stopped, run.work / "checkpoints", params.model
         )
-        for name, model in trainer.trained.items():
-            save_trained(model, roles.tokenizer, folder / name)
+        save_trained(roles.policy, roles.tokenizer, folder / "policy")
     if not world.is_main():
         return
     name = params.algorithm.value
-    if not algorithm.has_critic:
-        write_no_critic(folder, name)
     publish_outputs(
         params,
         round_,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,8 +33,8 @@ def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
 
 
 def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save what was trained: the adapter of a PeftModel, a whole model, or a head. The folder is
-    made anew: a process that was killed while it saved may have left some files there.
+    """Save what was trained: the adapter of a PeftModel, or a whole model. The folder is made
+    anew: a process that was killed while it saved may have left some files there.
 
     The first process writes. If the model is sharded, all must call it.
     """
@@ -46,11 +45,8 @@ def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -
         shutil.rmtree(folder)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder)
-    elif isinstance(model, PreTrainedModel):
-        save_model(model, tokenizer, folder, weights)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(model.state_dict(), folder / "head.safetensors")
+        save_model(model, tokenizer, folder, weights)
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -3,7 +3,6 @@ outputs of the stage.
 """
 
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from stages.lib.lm.saving import save_trained, weights_hash
 from stages.lib.lm.vllm_engine import sampling_engine
 from stages.ppo.common.episodes import Episode, make_episodes
 from stages.ppo.common.health import WARN, Finding, Monitor
-from stages.ppo.common.outputs import describe_rows, publish_outputs, rollout_rows, write_no_critic
+from stages.ppo.common.outputs import describe_rows, publish_outputs, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector, Validation
 from stages.ppo.common.reference import SampledPolicy, check_reference_files
 from stages.ppo.common.resume import Resume
@@ -263,7 +262,6 @@ def finish(
     *,
     name: str,
     longer: str,
-    critic: Path | None = None,
     manifest: Metrics | None = None,
 ) -> None:
     """Select the policy, and write the outputs of the stage.
@@ -272,7 +270,6 @@ def finish(
         run: after its last update.
         name: of the algorithm or engine, for the message.
         longer: the setting that makes the training longer.
-        critic: folder of the trained critic; None: there is none.
         manifest: further entries.
     """
     context, params = run.context, run.context.params
@@ -288,11 +285,6 @@ def finish(
     if not world.is_main():
         return
     save_trained(policy, context.tokenizer, folder / "policy")
-    if critic:
-        shutil.rmtree(folder / "critic", ignore_errors=True)
-        shutil.copytree(critic, folder / "critic")
-    else:
-        write_no_critic(folder, name)
     run.monitor.findings += no_gain_finding(kept)
     publish_outputs(
         params,

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import stage_dir, write_json, write_text
+from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import RolloutRow
@@ -96,12 +96,6 @@ def publish_outputs(
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         **manifest,
     )
-
-
-def write_no_critic(folder: Path, trainer: str) -> None:
-    """In place of a critic, which `trainer` does not have: DVC expects the folder."""
-    shutil.rmtree(folder / "critic", ignore_errors=True)
-    write_text(folder / "critic/EMPTY", f"{trainer} has left no critic\n")
 
 
 def publish_files(work: Path, folder: Path) -> None:

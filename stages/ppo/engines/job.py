@@ -59,7 +59,6 @@ class EngineJob(ABC):
         self.kept = self.folder / "policies"  # those that Rondo's plugin has kept
         self.events = self.folder / "tensorboard"  # TensorBoard's files
         self.critic_start = self.folder / "critic"
-        self.critic: Path | None = None  # the trained critic; None: there is none
 
     @abstractmethod
     def placement(self) -> Options:

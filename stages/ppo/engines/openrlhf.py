@@ -52,7 +52,6 @@ class OpenRlhfJob(EngineJob):
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         super().__init__(params, folder, sft, reward)
         self.final = self.folder / "final"
-        self.critic = self.folder / "final_critic"  # OpenRLHF's name for it
         self.events /= RUN_NAME
 
     def write_prompts(self, rows: Sequence[Mapping[str, str]], _: Any) -> None:
@@ -134,7 +133,6 @@ class OpenRlhfJob(EngineJob):
             "critic.value_clip": ppo.cliprange_value,
             "critic.max_norm": ppo.max_grad_norm,
             "critic.lr_warmup_ratio": warmup,
-            "critic.save_value_network": True,
             "ckpt.path": str(self.states),
             "ckpt.output_dir": str(self.final),
             "ckpt.save_steps": ppo.validation_updates,

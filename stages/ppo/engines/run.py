@@ -78,7 +78,6 @@ def main(params: Params, round_: str) -> None:
         round_,
         name=job.name,
         longer="ppo.total_episodes",
-        critic=job.critic if ended else None,
         manifest={"engine": f"{job.name} {job.version}", "engine_policies": hashes}
         | {"engine_failed_episodes": failed},
     )

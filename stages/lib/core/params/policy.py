@@ -215,7 +215,7 @@ class PpoParams(ParamsSection):
         description="Compute the activations of each layer again in the backward pass: much less "
         "memory per token, a third more computation.",
     )
-    total_episodes: int = Field(960, ge=2, description="Episodes of the whole run.")
+    total_episodes: int = Field(480, ge=2, description="Episodes of the whole run.")
     max_steps: int | None = Field(
         None, ge=1, description="Updates at most, for smoke runs; null: no limit."
     )
@@ -350,14 +350,14 @@ class PpoParams(ParamsSection):
         "head on the policy.",
     )
     save_updates: int = Field(
-        10, ge=1, description="Updates between checkpoints that can be evaluated."
+        5, ge=1, description="Updates between checkpoints that can be evaluated."
     )
     validation_prompts: int = Field(
         128,
         ge=1,
         description="Prompts that PPO does not train on, to compare policies by the judge.",
     )
-    validation_updates: int = Field(15, ge=1, description="Updates between validations.")
+    validation_updates: int = Field(8, ge=1, description="Updates between validations.")
     policy_selection: PolicySelection = Field(
         PolicySelection.target_kl,
         description="`target_kl`: the last policy, scaled towards SFT until its KL is "

@@ -35,7 +35,6 @@ SECTIONS = {
 FOLDER = Path("rounds/r0/ppo")
 OUTPUTS = [
     "checkpoints",
-    "critic",
     "curves.csv",
     "health.json",
     "manifest.json",

@@ -35,7 +35,6 @@ def test_settings_without_an_option_of_the_same_meaning():
         "algo.kl.estimator": "k1",
         "actor.lr_warmup_ratio": 0.2,
         "critic.lr_warmup_ratio": 0.2,
-        "critic.save_value_network": True,
         "ckpt.save_hf": True,
         "ckpt.max_num": 1,
         "train.colocate_all": True,
