@@ -21,7 +21,7 @@ EXIT_CODES = (
     "(Ctrl-C: 130)."
 )
 UTF8 = "PYTHONUTF8"  # Python's own variable
-NEEDS_NO_PROJECT = ("check-data", "--help", "-h")
+NEEDS_NO_PROJECT = ("check-data", "audit-reward", "--help", "-h")
 
 app = App(
     name="rondo",
@@ -389,10 +389,64 @@ def check_data(source: str, /, *, split: str = "train", columns: Columns = None)
     """
     from stages.prepare import check_file
 
+    return check_file.check_data(source, split, named_columns(columns))
+
+
+@app.command
+def audit_reward(
+    named: Annotated[str, Parameter(name="MODEL")],
+    /,
+    *,
+    pairs: str,
+    split: str = "train",
+    columns: Columns = None,
+    slices: Annotated[str | None, Parameter(name="--slice")] = None,
+    judge: str | None = None,
+    policy: str | None = None,
+    settings: Settings = None,
+    max_minutes: float = 10.0,
+    out: Path = Path("audit"),
+) -> int:
+    """Say whether a reward model or judge, whoever made it, is good enough to be optimised against.
+
+    Needs no project. Exit code 3 if a line fails.
+
+    Args:
+        named: a folder or a model of the hub (name/name@commit) with one label, a function
+            (module:name), or an address that ends with /get_reward (OpenRLHF), /classify (vLLM) or
+            /v1 (a language model as judge; it needs --set annotate.endpoint.model and .rubric).
+        pairs: preference pairs that it was not trained on: a file, a folder, or a data set.
+        split: of a folder or a data set.
+        columns: NAME=COLUMN, e.g. prompt=question: a column of another name; may be repeated.
+        slice: a column whose values divide the pairs, for the accuracy of each part.
+        judge: a second judge, likewise named, or `lexicon`: for endings and best-of-n.
+        policy: a folder or a model of the hub that samples responses, for best-of-n.
+        settings: SECTION.KEY=VALUE, e.g. gates.reward.accuracy=0.6: a threshold, or a value of
+            `battery`; may be repeated. The others are those of params.yaml, or the defaults.
+        max_minutes: fewer pairs are used if all would take longer.
+        out: folder for audit.html, audit.md and audit.json.
+    """
+    from flows.commands import audit_reward as audit
+    from stages.lib.core.params.data import SourceParams
+
+    return audit.audit_reward(
+        named,
+        SourceParams(path=pairs, split=split, columns=named_columns(columns)),
+        slices=slices,
+        judge=judge,
+        policy=policy,
+        settings=settings or [],
+        max_minutes=max_minutes,
+        out=out,
+    )
+
+
+def named_columns(columns: list[str] | None) -> dict[str, str]:
+    """The values of `--column` by name."""
     named = [column.partition("=") for column in columns or []]
     if wrong := [name for name, equals, column in named if not (name and equals and column)]:
         raise BadInput(f"--column {wrong[0]}: expected NAME=COLUMN, e.g. prompt=question")
-    return check_file.check_data(source, split, {name: column for name, _, column in named})
+    return {name: column for name, _, column in named}
 
 
 if __name__ == "__main__":

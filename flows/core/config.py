@@ -125,6 +125,24 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return {head: nest(rest, value) if rest else value}
 
 
+def with_settings(values: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The values with those of `--set` arguments."""
+    for setting in settings:
+        values = overlay(values, parse_setting(setting))
+    return values
+
+
+def resolve_anywhere(settings: Iterable[str]) -> Params:
+    """The params of a command that needs no project: those of params.yaml if there is one, else the
+    defaults, with single values. Files that they name need not exist.
+
+    Raises:
+        BadInput: an unknown key, or a value out of range.
+    """
+    start = load_params() if PARAMS_FILE.exists() else Params()
+    return check_params(with_settings(start.model_dump(mode="json"), settings), "--set")
+
+
 def resolve(
     preset: str = KEEP,
     number: int | None = None,
@@ -154,8 +172,7 @@ def resolve(
         values = overlay(values, preset_values)
         # `rounds` of a preset are complete: merging would keep the default's further rounds.
         values["rounds"] = preset_values.get("rounds", values["rounds"])
-    for setting in settings:
-        values = overlay(values, parse_setting(setting))
+    values = with_settings(values, settings)
     source = f"{'params.yaml' if preset == KEEP else f'preset {preset}'} with --set"
     check_params(values, source)  # also of the rounds that `number` replaces
     if number is not None:

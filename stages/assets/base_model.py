@@ -213,17 +213,19 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def snapshot(name: str) -> Path:
+def snapshot(name: str, key: str = "assets.model") -> Path:
     """Download a hub repository's safetensors, configuration and tokenizer; no code, no pickles.
+
+    key: where the user names it, for errors.
 
     Returns:
         A folder with the name of the commit.
     """
     from huggingface_hub import snapshot_download
 
-    repository, revision = hub.name_and_revision(name, "assets.model")
+    repository, revision = hub.name_and_revision(name, key)
     refused = "the hub gives no such model; check name and revision"
-    with progress(f"downloading {name}"), hub.hub_errors(f"assets.model {name}", refused):
+    with progress(f"downloading {name}"), hub.hub_errors(f"{key} {name}", refused):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
 
 

@@ -4,6 +4,7 @@ Weights are safetensors, code from the hub is never run, and models are in eval 
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -345,10 +346,12 @@ def load_sequence_classifier(
     path: Path, params: ModelParams, device: torch.device | None = None, new_head: bool = True
 ) -> PreTrainedModel:
     """A model with a head of one number, without ensemble, on `device` or on `default_device`; with
-    `new_head`, a causal LM gets a new, random head.
+    `new_head`, a causal LM gets a new, random head. The head may have OpenRLHF's older name.
     """
-    kind = AutoModelForSequenceClassification
-    return _load(kind, path, params, device, new_head, num_labels=1)
+    kind, renamed = AutoModelForSequenceClassification, {}
+    if head := read_config(path).get("value_head_prefix"):
+        renamed = {"key_mapping": {rf"^{re.escape(head)}\.": "score."}}
+    return _load(kind, path, params, device, new_head, num_labels=1, **renamed)
 
 
 def load_reward_model(
