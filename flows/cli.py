@@ -21,7 +21,7 @@ EXIT_CODES = (
     "(Ctrl-C: 130)."
 )
 UTF8 = "PYTHONUTF8"  # Python's own variable
-NEEDS_NO_PROJECT = ("check-data", "audit-reward", "--help", "-h")
+NEEDS_NO_PROJECT = ("check-data", "audit-reward", "compare-models", "--help", "-h")
 
 app = App(
     name="rondo",
@@ -437,6 +437,56 @@ def audit_reward(
         policy=policy,
         settings=settings or [],
         max_minutes=max_minutes,
+        out=out,
+    )
+
+
+@app.command
+def compare_models(
+    a: str,
+    b: str,
+    /,
+    *,
+    prompts: str,
+    split: str = "train",
+    columns: Columns = None,
+    slices: Annotated[str | None, Parameter(name="--slice")] = None,
+    judge: list[str] | None = None,
+    reference: str | None = None,
+    max_prompts: int = 128,
+    settings: Settings = None,
+    out: Path = Path("comparison"),
+) -> None:
+    """Say which of two language models is better on the same prompts, whoever trained them.
+
+    Needs no project. A and B are folders, models of the hub (name/name@commit), adapters of the
+    reference, files with responses to the prompts, or chat servers (http://.../v1#MODEL).
+
+    Args:
+        a: the model that B is compared with.
+        b: the other one.
+        prompts: a file, a folder, or a data set, with rows of any kind.
+        split: of a folder or a data set.
+        columns: NAME=COLUMN, e.g. prompt=question: a column of another name; may be repeated.
+        slices: a column whose values divide the prompts, for the win rate of each part.
+        judge: as MODEL of audit-reward, or `lexicon`, the default; may be repeated.
+        reference: the model that both were trained from, for KL and the comparison at equal KL.
+        max_prompts: the first of them are used.
+        settings: SECTION.KEY=VALUE, e.g. ppo.response_length=128; may be repeated.
+        out: folder for comparison.html and comparison.json.
+    """
+    from flows.commands import compare_models as models
+    from stages.lib.core.params.data import SourceParams
+
+    models.compare_models(
+        a,
+        b,
+        SourceParams(path=prompts, split=split, columns=named_columns(columns)),
+        slices=slices,
+        judges=judge or [],
+        reference=reference,
+        max_prompts=max_prompts,
+        settings=settings or [],
         out=out,
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
 
-from flows.audit.subjects import Subject
+from flows.audit.inputs import MIN_PAIRS
+from flows.audit.subjects import Subject, tokenizer_of
 from stages.battery.best_of_n import ScoredSamples, best_of_n_curve, score_metrics
 from stages.battery.metrics import (
     PairScores,
@@ -34,76 +35,20 @@ from stages.battery.probes import (
     word_uplifts,
 )
 from stages.battery.report import ScoredText, worst_failures
-from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
-from stages.lib.core.params.data import PrepareParams, SourceParams
-from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import minutes, print_line
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
 from stages.lib.data.splits import dedupe_prompts, prompt_key, shuffled
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.responses import responder
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration
-from stages.prepare.files import read_source
-from stages.prepare.sources import readings
 
 FOLDS = 5  # of the pairs, for the accuracy of word counts
 REPEATED, TIMED = 32, 16  # pairs that are asked twice; pairs that are timed
-MIN_PAIRS = 50  # with fewer, an interval of the accuracy is wider than +-0.14
 MINED_ENDINGS = MAX_PHRASES  # at most
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The pairs of a file that can be used, and how many rows cannot."""
-
-    rows: list[PreferencePair]
-    unusable: list[tuple[str, str]]  # (file:line, why)
-    are_conversations: bool
-
-
-def read_pairs(source: SourceParams, slices: str | None) -> Pairs:
-    """Read pairs in any of the forms that `rondo check-data` reads.
-
-    Args:
-        source: the file, folder or data set, and its names of columns.
-        slices: the column whose values are slices; None: there is one slice.
-
-    Raises:
-        BadInput: it has too few pairs, or no such column.
-    """
-    raw = list(read_source(source, None))
-    columns = [slices] if slices else []
-    by_format = {
-        prompt_format: list(
-            readings(
-                raw, source.columns, PrepareParams(prompt_format=prompt_format, columns=columns)
-            )
-        )
-        for prompt_format in PromptFormat
-    }
-    are_conversations = any(one.is_conversation for one in by_format[PromptFormat.chat])
-    kept = by_format[PromptFormat.chat if are_conversations else PromptFormat.plain]
-    rows, unusable = list[PreferencePair](), list[tuple[str, str]]()
-    for reading in kept:
-        if "chosen" not in reading.row:
-            unusable.append((reading.where, str(reading.defect or "it is no pair")))
-            continue
-        row = {key: reading.row[key] for key in ("prompt", *SIDES, "margin") if key in reading.row}
-        origin = reading.row["columns"][slices] if slices else source.path
-        if origin is None:
-            raise BadInput(f"{reading.where}: no column {slices} (--slice); name one of all pairs")
-        rows.append(cast(PreferencePair, row | {"id": reading.where, "source": str(origin)}))
-    if len(rows) < MIN_PAIRS:
-        reason = f"; the first other row, {': '.join(unusable[0])}" if unusable else ""
-        raise BadInput(
-            f"--pairs {source.path}: {len(rows)} pairs, expected at least {MIN_PAIRS}{reason}; "
-            f"`rondo check-data {source.path}` says what becomes of each row"
-        )
-    return Pairs(rows, unusable, are_conversations)
 
 
 def texts_to_score(pairs: int, params: Params) -> int:
@@ -283,7 +228,7 @@ class Audit:
         prompts = [row["prompt"] for row in dedupe_prompts(list(pairs))[: config.prompts]]
         repeated = [prompt for prompt in prompts for _ in range(max(config.best_of))]
         model = load_causal_lm(policy, self.params.model)
-        respond = responder(self.params, load_tokenizer(policy))
+        respond = responder(self.params, tokenizer_of(policy))
         texts = [response.text for response in respond(model, repeated, self.params.seed)]
         scores = cast(list[float], self.judge.scores(repeated, texts))
         judged = self.second.scores(repeated, texts) if self.second else None

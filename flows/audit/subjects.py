@@ -216,10 +216,7 @@ class Classifier:
             )
         self.model: Any = load_sequence_classifier(folder, params.model, new_head=False)
         self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
-        with damage_named(folder):
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+        self.tokenizer = tokenizer_of(folder)
         self.format = params.prepare.prompt_format
         self.is_decoder = hasattr(self.model, "score")
 
@@ -256,6 +253,12 @@ class Classifier:
             for i, score in zip(batch, logits.logits[:, 0].tolist(), strict=True):
                 scores[i] = score
         return scores
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model that is not trained here: it needs no pad token of its own."""
+    with damage_named(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def batches(lengths: Sequence[int]) -> list[list[int]]:

@@ -6,7 +6,8 @@ from datetime import date
 from pathlib import Path
 
 from flows.audit import verdict
-from flows.audit.measure import Audit, read_pairs, that_fit
+from flows.audit.inputs import read_pairs
+from flows.audit.measure import Audit, that_fit
 from flows.audit.subjects import find_subject
 from flows.core.config import resolve_anywhere
 from stages.assets.base_model import snapshot

@@ -15,7 +15,8 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from flows.audit.measure import read_pairs, that_fit, word_accuracy
+from flows.audit.inputs import read_pairs
+from flows.audit.measure import that_fit, word_accuracy
 from flows.audit.subjects import Classifier, find_subject
 from flows.audit.verdict import FAILED, LINES, NOT_MEASURED, PASSED, WORDS
 from flows.cli import exit_code
