@@ -125,6 +125,7 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         ("battery", "primary_judge"),
         ("ppo", "primary_judge"),
         ("annotate", "constitution"),
+        ("reward", "reward_model"),
         ("ppo", "engine"),
     ],
 )

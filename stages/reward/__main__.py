@@ -3,6 +3,8 @@
 A share of the pairs (`reward.judge_share`) trains a second reward model instead, a judge of the
 evaluate stage that PPO never optimises. Without pairs there is no reward model.
 
+With `reward.model` none is trained: the stage calibrates and measures a model that others made.
+
 Inputs: rounds/<round>/{prepare,annotate}/data, rounds/<round>/sft, assets/model; with
 `reward.init_from: previous` also the previous round's reward models.
 Outputs in rounds/<round>/reward: model (merged, calibrated), judge (or a placeholder), scores.jsonl
@@ -19,15 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
+from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import TokenIds
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.lengths import (
     TokenizedRows,
     check_lengths,
@@ -38,12 +43,14 @@ from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
+    MEMBERS,
     load_sequence_classifier,
     load_tokenizer,
     resolve_dtype,
     setup_torch,
     training_model_params,
 )
+from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.lm.scoring import calibrate_scores, reward_scores, set_calibration
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
@@ -114,6 +121,31 @@ class RewardModelTrainer:
         model = merge_adapter(model, resolve_dtype(params.model.dtype))
         return set_calibration(model, reward_scores(model, self.demonstration_ids()))
 
+    def take(self, folder: Path) -> Any:
+        """A reward model that others made; returns it calibrated.
+
+        Raises:
+            BadInput: it reads other tokens than the policy, or is an ensemble or an adapter.
+        """
+        check_unchanged("reward_model", self.params)
+        if (folder / MEMBERS).exists() or is_adapter(folder):
+            kind = "an adapter: merge it" if is_adapter(folder) else "an ensemble: name one member"
+            raise BadInput(f"reward.model {folder}: {kind}")
+        with damage_named(folder):
+            own = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if own.get_vocab() != self.tokenizer.get_vocab():
+            raise BadInput(
+                f"reward.model {folder}: its tokens are not those of assets.model. Next: name it "
+                "in ppo.rewards, which give it texts, and audit it with `rondo audit-reward`"
+            )
+        model = load_sequence_classifier(folder, self.params.model, new_head=False)
+        return set_calibration(
+            model,
+            reward_scores(model, self.demonstration_ids()),
+            f"reward.model {folder} cannot be calibrated",
+            "name another model",
+        )
+
     def demonstration_ids(self) -> list[TokenIds]:
         """The tokens of the demonstrations that fit into reward.max_length."""
         fitting = tokenize_fitting(
@@ -145,17 +177,21 @@ def main(params: Params, round_: str) -> None:
     train_rows, judge_rows = split_judge_pairs(labelled.rows, share, params.seed)
 
     # 3. train the judge and the members of the ensemble (usually one), from the SFT model or from
-    # the previous round's models; save them merged
+    # the previous round's models, unless reward.model names one; save them merged
     previous = Path(params.rounds[round_].previous) / "reward"
     world.in_main(lambda: shutil.rmtree(folder / "judge", ignore_errors=True))
     if judge_rows:
         train_judge(trainer, judge_rows, previous / "judge", sft / "model", folder / "judge")
     elif world.is_main():
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
-    negatives = make_hard_negatives(train_rows, params)
+    given = params.reward.model
+    trained_on = [] if given else train_rows + make_hard_negatives(train_rows, params)
     start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
-    seeds = range(params.seed, params.seed + params.reward.ensemble)
-    members = [trainer.train(train_rows + negatives, start, continues, seed) for seed in seeds]
+    if given:
+        start, members = Path(given), [trainer.take(Path(given))]
+    else:
+        seeds = range(params.seed, params.seed + params.reward.ensemble)
+        members = [trainer.train(trained_on, start, continues, seed) for seed in seeds]
     model = join_ensemble(members, params.reward.ensemble_reduce, trainer.demonstration_ids())
     world.in_main(lambda: save_ensemble(model, tokenizer, folder / "model"))
 
@@ -173,8 +209,8 @@ def main(params: Params, round_: str) -> None:
     calibrated_by = {"mean": model.config.mean, "std": model.config.std}
     metrics = {
         **accuracy_metrics,
-        "train_pairs": len(train_rows),
-        "hard_negatives": len(negatives),
+        "train_pairs": 0 if given else len(train_rows),
+        "hard_negatives": max(len(trained_on) - len(train_rows), 0),
         "judge_pairs": len(judge_rows),
         "overlong": labelled.overlong,
         "overlong_held_out": held_out.overlong,
@@ -182,7 +218,7 @@ def main(params: Params, round_: str) -> None:
         "baseline_tfidf": word_model(train_rows, held_out.rows, params.seed).accuracy,
         **{f"score_{name}": value for name, value in calibrated_by.items()},
         "reload_max_difference": difference,
-        "loss": recorder.steps[-1]["loss"],
+        "loss": recorder.steps[-1]["loss"] if recorder.steps else None,
     }
 
     # 6. write scores, calibration, manifest and metrics

@@ -4,7 +4,8 @@ dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
 (ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them), `constitution`
-(annotate.constitution) and `engine` (ppo.engine): the code that only a run with an engine executes.
+(annotate.constitution), `reward_model` (reward.model) and `engine` (ppo.engine): the code that only
+a run with an engine executes.
 """
 
 import json
@@ -54,6 +55,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
             rewards.append(_model_folder(source.model, key))
         if source.function:
             rewards += function_files(source.function, key)
+    given = params.reward.model
     by_judge = {named: _judge_files(named, params) for named in params.evaluate.judges}
     return {
         "data": data,
@@ -62,6 +64,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         "judges": [path for paths in by_judge.values() for path in paths],
         "primary_judge": by_judge[params.evaluate.judges[0]],
         "constitution": _constitution(params),
+        "reward_model": [_model_folder(given, "reward.model")] if given else [],
         "engine": [] if params.ppo.engine is Engine.local else engine_code(),
     }
 

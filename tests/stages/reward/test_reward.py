@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.lib.core.errors import RondoError
+from stages.assets.inputs import main as inputs
+from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
 from stages.lib.core.recorder import MetricLogger
@@ -202,3 +204,33 @@ def test_a_kind_that_changes_nothing_gives_no_row():
         "a-truncated",
         "a-empty",
     }
+
+
+def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
+    make_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = make_round("r0", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shutil.copytree("rounds/r0/reward/model", "mine")
+    config = json.loads(Path("mine/config.json").read_text())
+    Path("mine/config.json").write_text(json.dumps(config | {"mean": 40.0, "std": 3.0}))
+    params.reward.model = "mine"
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    inputs(params, "r0")
+    main(params, "r0")
+    folder = Path("rounds/r0/reward")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["train_pairs"], metrics["hard_negatives"], metrics["loss"]) == (0, 0, None)
+    assert metrics["score_mean"] != 40.0 and metrics["baseline_tfidf"] > 0.5
+    weights = [load_file(path / "model.safetensors") for path in (Path("mine"), folder / "model")]
+    torch.testing.assert_close(*weights)
+    assert json.loads((folder / "manifest.json").read_text())["started_from"] == "mine"
+
+    tokenizer = json.loads(Path("mine/tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
+    Path("mine/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput, match=r"mine/tokenizer\.json changed after the run began"):
+        main(params, "r0")
+    inputs(params, "r0")
+    with pytest.raises(BadInput, match=r"reward\.model mine: its tokens are not those of"):
+        main(params, "r0")

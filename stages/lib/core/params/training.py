@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from stages.lib.core.params.shared import InitFrom, LoraParams, Reduce, TrainParams
+from stages.lib.core.params.shared import InitFrom, LoraParams, PathText, Reduce, TrainParams
 
 
 class SftParams(TrainParams):
@@ -23,6 +23,11 @@ class SftParams(TrainParams):
 
 
 class RewardParams(TrainParams):
+    model: PathText | None = Field(
+        None,
+        description="Folder of a reward model to use as it is, with the tokens of assets.model; "
+        "null: train one.",
+    )
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=2, description="Pairs per forward pass.")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
