@@ -48,6 +48,7 @@ def everything(
         "pairs.jsonl",
         "org/pairs",
         assets={"data": "files", "model": "models/mine"},
+        reward={"model": "models/judge"},
         ppo={"rewards": [{"name": "taste", "function": "taste:score"}]},
         evaluate={"judges": list(judges)},
         annotate=by_principles("principles.txt"),
@@ -69,6 +70,7 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "judges": {"models/judge/config.json": sha256("{}"), **function},
         "primary_judge": {"evaluate.judges[0]": '{"judge": "lexicon", "tie_margin": 0.05}'},
         "constitution": {"principles.txt": sha256("Be kind.\n")},
+        "reward_model": {"models/judge/config.json": sha256("{}")},
         "engine": {},
     }
     [asks] = input_hashes(everything(judges=["zero_shot"]))["primary_judge"].values()
