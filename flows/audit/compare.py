@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -119,10 +119,10 @@ class Contest:
             else:
                 path = str(self.reference.folder) if self.reference else None
                 self.models[name] = find_model(one, name, path, params)
-        self.load_reference = cache(self._load_reference)
         self.answers = dict[str, Answers]()
 
-    def _load_reference(self) -> Any:
+    @cached_property
+    def reference_model(self) -> Any:
         assert self.reference
         return self.reference.load()
 
@@ -135,7 +135,7 @@ class Contest:
                 self.answers[name] = self.sample(model, model.load())
         if self.reference:
             with progress("responses of the reference"):
-                self.answers[REFERENCE] = self.sample(self.reference, self.load_reference())
+                self.answers[REFERENCE] = self.sample(self.reference, self.reference_model)
         for answers in self.answers.values():
             self.judge(answers)
         metrics: Metrics = {name: self.describe(answers) for name, answers in self.answers.items()}
@@ -155,7 +155,7 @@ class Contest:
         passes = [respond(loaded, self.prompts, number) for number in numbers]
         if not self.has_tokens_of_reference(model):
             return Answers(passes)
-        base = self.load_reference()
+        base = self.reference_model
         policy = None if loaded is base else loaded
         scored = [respond.scored(one, policy, lambda: nullcontext(base)) for one in passes]
         return Answers(passes, [[response.kl for response in one] for one in scored])
@@ -244,7 +244,7 @@ class Contest:
             return {"not_measured": "KL needs --reference, and models with its tokens"}
         known = {name: kl for name, kl in kls.items() if kl is not None}
         further = max(known, key=known.__getitem__)
-        model, base = self.models[further].load(), self.load_reference()
+        model, base = self.models[further].load(), self.reference_model
         if not hasattr(model, "peft_config") and not same_shapes(model, base):
             return {"not_measured": f"{further} has other weights than the reference"}
         if min(known.values()) <= 0:

@@ -81,7 +81,7 @@ def find_subject(named: str, params: Params) -> Subject:
     if "://" in named:
         return served(named, params)
     if ":" in named and not Path(named).exists():
-        function = FunctionReward(import_function(named, "--judge or SOURCE"), named)
+        function = FunctionReward(import_function(named, "MODEL or --judge"), named)
         function.check_columns([])
         digest = file_hash(function_files(named, named)[0])
         return scoring(named, "function", digest, False, partial(by_function, function))
@@ -218,6 +218,11 @@ class Classifier:
         self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
         self.tokenizer = tokenizer_of(folder)
         self.format = params.prepare.prompt_format
+        if self.format is not PLAIN and not self.tokenizer.chat_template:
+            raise BadInput(
+                f"{folder}: its tokenizer has no chat template, and the pairs are conversations: "
+                "add --set prepare.prompt_format=plain, which makes them transcripts"
+            )
         self.is_decoder = hasattr(self.model, "score")
 
     def encode(self, prompt: Prompt, response: str) -> TokenIds:

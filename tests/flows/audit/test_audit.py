@@ -201,6 +201,15 @@ def test_conversations_have_the_models_own_template(models, params) -> None:
     assert model.encode(turns, "Hello") == ids
 
 
+def test_a_model_without_a_template_is_not_given_conversations(models, params, tmp_path) -> None:
+    folder = copied(models, tmp_path / "a", "score")
+    (folder / "chat_template.jinja").unlink()
+    values = params.model_dump(mode="json")
+    values["prepare"]["prompt_format"] = "chat"
+    with pytest.raises(BadInput, match=r"no chat template.*prompt_format=plain"):
+        Classifier(folder, check_params(values, "test"))
+
+
 def test_an_encoder_reads_prompt_and_response_as_a_pair(models, params, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models / "reward")
     torch.manual_seed(0)
