@@ -59,12 +59,15 @@ def percent(metrics: dict[str, Any], name: str) -> str:
 
 
 def by_judge(evaluation: dict[str, Any]) -> str:
-    """The win rates of the jury's two judges, and how often the two prefer the same text."""
-    (pair, row), *_ = evaluation["jury"]["pairs"].items()
-    first, second = (
-        f"`{name}` {percent(evaluation, f'win_rate_{name}')}" for name in pair.split("-")
-    )
-    return f"{first} and {second}; the two agree on {row['agreement']:.0%}"
+    """The win rate of each judge, the primary one first and then those with fewer ties; and how
+    often the first two prefer the same text.
+    """
+    alone, primary = evaluation["jury"]["alone"], evaluation["judge"]
+    names = sorted(alone, key=lambda name: (name != primary, alone[name]["tie_share"]))
+    rates = [f"`{name}` {percent(evaluation, f'win_rate_{name}')}" for name in names]
+    agreement = evaluation["jury"]["pairs"][f"{primary}-{names[1]}"]["agreement"]
+    together = f"`{primary}` and `{names[1]}` agree on {agreement:.0%}"
+    return f"{', '.join(rates[:-1])} and {rates[-1]}; {together}"
 
 
 def rounds_table() -> str:
