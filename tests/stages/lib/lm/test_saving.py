@@ -9,7 +9,6 @@ import pytest
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.saving import save_trained
-from stages.ppo.trainer.roles import ValueHead
 
 
 class Tokenizer:
@@ -19,14 +18,13 @@ class Tokenizer:
         pass
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model", "head"])
+@pytest.mark.parametrize("kind", ["adapter", "model"])
 def test_what_a_killed_process_has_left_is_no_part_of_it(
     tiny_lm: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
     models: dict[str, Callable[[], Any]] = {
         "adapter": lambda: add_adapters(tiny_lm(), LoraParams(r=2), "CAUSAL_LM"),
         "model": tiny_lm,
-        "head": lambda: ValueHead(8),
     }
     folders = [tmp_path / name for name in ("new", "again")]
     left = folders[1] / ".adapter_config.json.125fb7c1.tmp"
