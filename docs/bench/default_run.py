@@ -59,14 +59,18 @@ def percent(metrics: dict[str, Any], name: str) -> str:
 
 
 def by_judge(evaluation: dict[str, Any]) -> str:
-    """The win rate of each judge, the primary one first and then those with fewer ties; and how
-    often the first two prefer the same text.
+    """The win rate of each judge, the primary one first and then those that agree more with it; and
+    how often the first two prefer the same text.
     """
-    alone, primary = evaluation["jury"]["alone"], evaluation["judge"]
-    names = sorted(alone, key=lambda name: (name != primary, alone[name]["tie_share"]))
-    rates = [f"`{name}` {percent(evaluation, f'win_rate_{name}')}" for name in names]
-    agreement = evaluation["jury"]["pairs"][f"{primary}-{names[1]}"]["agreement"]
-    together = f"`{primary}` and `{names[1]}` agree on {agreement:.0%}"
+    primary, pairs = evaluation["judge"], evaluation["jury"]["pairs"]
+    agreements = {
+        pair.removeprefix(f"{primary}-"): row["agreement"]
+        for pair, row in pairs.items()
+        if pair.startswith(f"{primary}-")
+    }
+    others = sorted(agreements, key=lambda name: -agreements[name])
+    rates = [f"`{name}` {percent(evaluation, f'win_rate_{name}')}" for name in (primary, *others)]
+    together = f"`{primary}` and `{others[0]}` agree on {agreements[others[0]]:.0%}"
     return f"{', '.join(rates[:-1])} and {rates[-1]}; {together}"
 
 
