@@ -16,8 +16,7 @@ import requests
 import torch
 
 from flows.audit.inputs import Prompts, read_responses
-from flows.audit.subjects import CHAT, tokenizer_of
-from stages.assets.base_model import snapshot
+from flows.audit.subjects import CHAT, model_folder
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, read_json
@@ -28,14 +27,14 @@ from stages.lib.core.types import Metrics, Prompt
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.lm.interpolation import interpolate, search_scale
-from stages.lib.lm.loading import load_policy
+from stages.lib.lm.loading import load_any_tokenizer, load_policy
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.responses import Response, responder
 from stages.lib.lm.saving import policy_weights
 from stages.lib.metrics.stats import paired_bootstrap, prompts_needed, with_interval
 from stages.lib.metrics.text import distinct_n, repetition_n
 
-A, B, REFERENCE, SCALED = "A", "B", "reference", "scaled"
+A, B, REFERENCE = "A", "B", "reference"
 REQUESTS = 4  # in parallel
 
 
@@ -62,11 +61,11 @@ class LocalModel:
     base: Path
     params: Params
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """An adapter's folder may have none."""
         has_own = (self.folder / "tokenizer_config.json").exists()
-        return tokenizer_of(self.folder if has_own else self.base)
+        return load_any_tokenizer(self.folder if has_own else self.base)
 
     def load(self) -> Any:
         return load_policy(self.base, self.folder, self.params.model)
@@ -80,9 +79,7 @@ def find_model(named: str, option: str, reference: str | None, params: Params) -
         BadInput: there is none, or an adapter's base is not here.
         Unreachable: it is on the hub, which cannot be reached.
     """
-    folder = Path(named).expanduser()
-    if not folder.exists():
-        folder = snapshot(named, option)
+    folder = model_folder(named, option)
     if not is_adapter(folder):
         return LocalModel(folder, folder, params)
     base = Path(reference or read_json(folder / "adapter_config.json")["base_model_name_or_path"])
@@ -130,21 +127,29 @@ class Contest:
         """Sample, compare, and compare at equal KL where both have one and one can be scaled."""
         for name, one in self.elsewhere.items():
             self.answers[name] = Answers(self.from_elsewhere(one))
-        for name, model in self.models.items():
-            with progress(f"responses of {name}"):
-                self.answers[name] = self.sample(model, model.load())
         if self.reference:
             with progress("responses of the reference"):
                 self.answers[REFERENCE] = self.sample(self.reference, self.reference_model)
+        for name, model in self.models.items():
+            if self.is_reference(name):
+                self.answers[name] = self.answers[REFERENCE]
+                continue
+            with progress(f"responses of {name}"):
+                self.answers[name] = self.sample(model, model.load())
         for answers in self.answers.values():
             self.judge(answers)
         metrics: Metrics = {name: self.describe(answers) for name, answers in self.answers.items()}
         metrics["B_against_A"] = self.win_rates(self.answers[B], self.answers[A])
         if self.reference:
-            for name in (A, B):
+            for name in (name for name in (A, B) if not self.is_reference(name)):
                 against = self.win_rates(self.answers[name], self.answers[REFERENCE])
                 metrics[f"{name}_against_reference"] = against
         return metrics | {"equal_kl": self.at_equal_kl()}
+
+    def is_reference(self, name: str) -> bool:
+        """Whether A or B is the reference itself, which answers once."""
+        model = self.models.get(name)
+        return bool(self.reference and model and model.folder == self.reference.folder)
 
     def sample(self, model: LocalModel, loaded: Any) -> Answers:
         """Responses with the same random numbers for all models; KL if the tokens are the
@@ -174,7 +179,9 @@ class Contest:
         url, model = urldefrag(named)
         if not url.rstrip("/").endswith(CHAT) or not model:
             raise BadInput(f"{named}: expected http://HOST{CHAT}#MODEL, a chat completions server")
-        ask = partial(chat_completion, url.rstrip("/"), model, self.params)
+        url, key = url.rstrip("/"), self.params.annotate.endpoint.api_key_env
+        session = http_session.retrying_session(url, key)
+        ask = partial(chat_completion, session, url, model, self.params)
         with ThreadPoolExecutor(REQUESTS) as threads, progress(f"responses of {model}"):
             return [
                 list(threads.map(partial(ask, number=number), self.prompts))
@@ -243,12 +250,12 @@ class Contest:
         if None in kls.values():
             return {"not_measured": "KL needs --reference, and models with its tokens"}
         known = {name: kl for name, kl in kls.items() if kl is not None}
+        if min(known.values()) <= 0:
+            return {"not_measured": "one of them is the reference"}
         further = max(known, key=known.__getitem__)
         model, base = self.models[further].load(), self.reference_model
         if not hasattr(model, "peft_config") and not same_shapes(model, base):
             return {"not_measured": f"{further} has other weights than the reference"}
-        if min(known.values()) <= 0:
-            return {"not_measured": "one of them is the reference"}
         trained, scaled = policy_weights(model), dict[float, Answers]()
 
         def measure_kl(scale: float) -> float:
@@ -269,7 +276,9 @@ def same_shapes(model: torch.nn.Module, base: torch.nn.Module) -> bool:
     return next(shapes) == next(shapes)
 
 
-def chat_completion(url: str, model: str, params: Params, prompt: Prompt, number: int) -> Response:
+def chat_completion(
+    session: requests.Session, url: str, model: str, params: Params, prompt: Prompt, number: int
+) -> Response:
     """The answer of a chat completions server, sampled as our own models are.
 
     Raises:
@@ -283,13 +292,10 @@ def chat_completion(url: str, model: str, params: Params, prompt: Prompt, number
         "max_tokens": params.ppo.response_length,
         "seed": params.seed * 1000 + number,
     }
-    endpoint = params.annotate.endpoint
-    session = http_session.retrying_session(url, endpoint.api_key_env)
+    timeout = params.annotate.endpoint.timeout
     try:
-        reply = session.post(
-            f"{url}/chat/completions", json=request, timeout=endpoint.timeout, stream=True
-        )
-        content = http_session.read_body(reply, endpoint.timeout)
+        reply = session.post(f"{url}/chat/completions", json=request, timeout=timeout, stream=True)
+        content = http_session.read_body(reply, timeout)
         reply.raise_for_status()
         choice = parse_json(content)["choices"][0]
         text, ended = choice["message"]["content"] or "", choice.get("finish_reason") != "length"

@@ -1,9 +1,12 @@
 """Pairs, prompts and responses in files of any form that `rondo check-data` reads."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
+from flows.core.config import resolve_anywhere
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import SIDES, PreferencePair
@@ -13,6 +16,20 @@ from stages.prepare.files import read_source
 from stages.prepare.sources import Reading, readings
 
 MIN_PAIRS = 50  # with fewer, an interval of the accuracy is wider than +-0.14
+
+
+def params_for(settings: Iterable[str], are_conversations: bool) -> Params:
+    """The params of a command that needs no project; conversations are rendered as chat, unless the
+    settings say how.
+
+    Raises:
+        BadInput: as `resolve_anywhere`.
+    """
+    settings = list(settings)
+    chosen = any(setting.startswith("prepare.prompt_format=") for setting in settings)
+    if are_conversations and not chosen:
+        settings.append("prepare.prompt_format=chat")
+    return resolve_anywhere(settings)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any, cast
 
 from flows.audit.inputs import MIN_PAIRS
-from flows.audit.subjects import Subject, tokenizer_of
+from flows.audit.subjects import Subject
 from stages.battery.best_of_n import ScoredSamples, best_of_n_curve, score_metrics
 from stages.battery.metrics import (
     PairScores,
@@ -41,7 +41,7 @@ from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
 from stages.lib.data.splits import dedupe_prompts, prompt_key, shuffled
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.loading import load_any_tokenizer, load_causal_lm
 from stages.lib.lm.responses import responder
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration
@@ -126,7 +126,8 @@ class Audit:
         if self.second:
             battery |= pair_agreement(pairs, scores, self.second, self.params)
         audit: Metrics = {
-            "texts_per_second": 2 * len(pairs) / seconds,
+            # `that_fit` has asked about the first ones
+            "texts_per_second": 2 * (len(pairs) - TIMED) / seconds,
             "repeat_difference": self.repeat_difference(pairs, scores),
         }
         metrics: Metrics = {"reward": reward, "battery": battery, "audit": audit}
@@ -228,7 +229,7 @@ class Audit:
         prompts = [row["prompt"] for row in dedupe_prompts(list(pairs))[: config.prompts]]
         repeated = [prompt for prompt in prompts for _ in range(max(config.best_of))]
         model = load_causal_lm(policy, self.params.model)
-        respond = responder(self.params, tokenizer_of(policy))
+        respond = responder(self.params, load_any_tokenizer(policy))
         texts = [response.text for response in respond(model, repeated, self.params.seed)]
         scores = cast(list[float], self.judge.scores(repeated, texts))
         judged = self.second.scores(repeated, texts) if self.second else None

@@ -10,13 +10,11 @@ from typing import Any
 
 import requests
 import torch
-from transformers import AutoTokenizer
 
 from stages.assets.base_model import snapshot
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed
 from stages.lib.core.files import file_hash, metric_name
-from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.params.shared import PromptFormat
@@ -30,9 +28,10 @@ from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import PairwiseJudge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.loading import load_config, load_sequence_classifier
+from stages.lib.lm.loading import load_any_tokenizer, load_config, load_sequence_classifier
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.responses import Response
+from stages.lib.lm.world import batches_by_tokens
 from stages.ppo.common.rewards import (
     TIMEOUT_SECONDS,
     TOKEN,
@@ -42,7 +41,6 @@ from stages.ppo.common.rewards import (
     RewardServer,
 )
 
-BATCH_TOKENS = 8192  # of a forward pass, with padding
 BATCH_TEXTS = 64  # of a request to a server
 OPENRLHF, VLLM, CHAT = "/get_reward", "/classify", "/v1"
 
@@ -85,11 +83,20 @@ def find_subject(named: str, params: Params) -> Subject:
         function.check_columns([])
         digest = file_hash(function_files(named, named)[0])
         return scoring(named, "function", digest, False, partial(by_function, function))
-    folder = Path(named).expanduser()
-    if not folder.exists():
-        folder = snapshot(named, "audit-reward")
+    folder = model_folder(named, "audit-reward")
     model = Classifier(folder, params)
     return scoring(named, "reward model", file_hash(folder), True, model)
+
+
+def model_folder(named: str, option: str) -> Path:
+    """A folder, or that of a model of the hub, which is downloaded; `option` named it, for errors.
+
+    Raises:
+        BadInput: there is none of that name.
+        Unreachable: it is on the hub, which cannot be reached.
+    """
+    folder = Path(named).expanduser()
+    return folder if folder.exists() else snapshot(named, option)
 
 
 def scoring(named: str, kind: str, identity: str, log_odds: bool, score: ScoreFunction) -> Subject:
@@ -103,7 +110,7 @@ def served(url: str, params: Params) -> Subject:
         server = RewardServer(url, url, partial(render_prompt, None, prompt_format=PLAIN))
         return scoring(url, "server", url, False, partial(by_function, server))
     if path.endswith(VLLM):
-        return scoring(url, "server", url, False, Classify(url))
+        return scoring(url, "server", url, False, partial(by_function, Classify(url)))
     if path.endswith(CHAT):
         endpoint = params.annotate.endpoint.model_copy(update={"base_url": url})
         if not endpoint.model or not endpoint.rubric:
@@ -155,37 +162,32 @@ class Classify:
     def __init__(self, url: str) -> None:
         self.url, self.session = url, http_session.retrying_session(url, TOKEN)
 
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    def __call__(self, inputs: RewardInputs) -> list[float]:
         """
         Raises:
             RewardsFailed: the server does not answer, or not with one number per text.
         """
         texts = [
             render_prompt(None, prompt, PLAIN) + response
-            for prompt, response in zip(prompts, responses, strict=True)
+            for prompt, response in zip(inputs.prompts, inputs.texts, strict=True)
         ]
-        scores: list[float] = []
-        starts = range(0, len(texts), BATCH_TEXTS)
-        for start in tracked("scores", starts, len(starts), "requests"):
-            part = texts[start : start + BATCH_TEXTS]
-            try:
-                response = self.session.post(
-                    self.url,
-                    json={"input": part, "use_activation": False},
-                    timeout=TIMEOUT_SECONDS,
-                    stream=True,
-                )
-                content = http_session.read_body(response, TIMEOUT_SECONDS)
-                response.raise_for_status()
-                [*values] = [float(*row["probs"]) for row in parse_json(content)["data"]]
-            except (requests.RequestException, ValueError, TypeError, KeyError) as error:
-                raise RewardsFailed(
-                    f"{self.url}: {error!r:.300}; expected vLLM's /classify of a model with one "
-                    "class: data, a list of {probs: [number]}"
-                ) from None
-            if len(values) != len(part):
-                raise RewardsFailed(f"{self.url}: {len(values)} scores for {len(part)} texts")
-            scores += values
+        try:
+            response = self.session.post(
+                self.url,
+                json={"input": texts, "use_activation": False},
+                timeout=TIMEOUT_SECONDS,
+                stream=True,
+            )
+            content = http_session.read_body(response, TIMEOUT_SECONDS)
+            response.raise_for_status()
+            scores = [float(*row["probs"]) for row in parse_json(content)["data"]]
+        except (requests.RequestException, ValueError, TypeError, KeyError) as error:
+            raise RewardsFailed(
+                f"{self.url}: {error!r:.300}; expected vLLM's /classify of a model with one "
+                "class: data, a list of {probs: [number]}"
+            ) from None
+        if len(scores) != len(texts):
+            raise RewardsFailed(f"{self.url}: {len(scores)} scores for {len(texts)} texts")
         return scores
 
 
@@ -216,7 +218,7 @@ class Classifier:
             )
         self.model: Any = load_sequence_classifier(folder, params.model, new_head=False)
         self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
-        self.tokenizer = tokenizer_of(folder)
+        self.tokenizer: Any = load_any_tokenizer(folder)
         self.format = params.prepare.prompt_format
         if self.format is not PLAIN and not self.tokenizer.chat_template:
             raise BadInput(
@@ -248,8 +250,7 @@ class Classifier:
         pad = next(token for token in range(len(last) + 1) if token not in last)
         self.model.config.get_text_config().pad_token_id = self.model.config.pad_token_id = pad
         scores = [0.0] * len(rows)
-        of_similar_length = batches([*map(len, rows)])
-        for batch in tracked("scores", of_similar_length, len(of_similar_length), "batches"):
+        for batch in batches_by_tokens([*map(len, rows)], self.model.device, "scores"):
             longest = max(len(rows[i]) for i in batch)
             ids = [rows[i] + [pad] * (longest - len(rows[i])) for i in batch]
             mask = [[1] * len(rows[i]) + [0] * (longest - len(rows[i])) for i in batch]
@@ -258,24 +259,3 @@ class Classifier:
             for i, score in zip(batch, logits.logits[:, 0].tolist(), strict=True):
                 scores[i] = score
         return scores
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer of a model that is not trained here: it needs no pad token of its own."""
-    with damage_named(folder):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of texts in batches of similar length, of at most BATCH_TOKENS with padding.
-
-    Example:
-        >>> batches([5000, 10, 4000])
-        [[0], [2, 1]]
-    """
-    order, made = sorted(range(len(lengths)), key=lambda i: -lengths[i]), list[list[int]]()
-    for index in order:
-        if not made or (len(made[-1]) + 1) * lengths[made[-1][0]] > BATCH_TOKENS:
-            made.append([])
-        made[-1].append(index)
-    return made

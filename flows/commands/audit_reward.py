@@ -6,11 +6,9 @@ from datetime import date
 from pathlib import Path
 
 from flows.audit import verdict
-from flows.audit.inputs import read_pairs
+from flows.audit.inputs import params_for, read_pairs
 from flows.audit.measure import Audit, that_fit
-from flows.audit.subjects import find_subject
-from flows.core.config import resolve_anywhere
-from stages.assets.base_model import snapshot
+from flows.audit.subjects import find_subject, model_folder
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.params.data import SourceParams
 from stages.lib.core.progress import reporting
@@ -38,13 +36,9 @@ def audit_reward(
     """
     if max_minutes <= 0:
         raise BadInput(f"--max-minutes {max_minutes:g}: expected more than 0")
-    settings = list(settings)
     with reporting("audit"):
         pairs = read_pairs(source, slices)
-        chosen = any(setting.startswith("prepare.prompt_format=") for setting in settings)
-        if pairs.are_conversations and not chosen:
-            settings.append("prepare.prompt_format=chat")
-        params = resolve_anywhere(settings)
+        params = params_for(settings, pairs.are_conversations)
         setup_torch(params)
         subject = find_subject(named, params)
         second = find_subject(judge, params) if judge else None
@@ -52,7 +46,7 @@ def audit_reward(
         answering = subject.judge(answers)
         rows = that_fit(pairs.rows, answering, params, max_minutes * 60)
         audit = Audit(subject, answering, second.judge(answers) if second else None, params)
-        metrics, shown = audit.measure(rows, model_folder(policy) if policy else None)
+        metrics, shown = audit.measure(rows, model_folder(policy, "--policy") if policy else None)
     lines = verdict.lines_of(metrics, subject, params)
     facts = {
         "audited": f"{named} ({subject.kind})",
@@ -69,9 +63,3 @@ def audit_reward(
     print(f"written: {out}/audit.html for a browser, audit.md for a model card, audit.json")
     failed = any(line.outcome == verdict.FAILED for line in lines)
     return GateFailed.exit_code if failed else 0
-
-
-def model_folder(policy: str) -> Path:
-    """The folder of a language model, which is downloaded if it is one of the hub."""
-    folder = Path(policy).expanduser()
-    return folder if folder.exists() else snapshot(policy, "--policy")

@@ -9,9 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.audit.compare import REFERENCE, A, B, Contest, identities
-from flows.audit.inputs import read_prompts
+from flows.audit.inputs import params_for, read_prompts
 from flows.audit.subjects import find_subject
-from flows.core.config import resolve_anywhere
 from flows.core.tables import format_number, render_text
 from flows.report.samples import OUTCOMES, SampleView, known, render_samples, side_by_side
 from stages.lib.core.errors import BadInput
@@ -52,13 +51,9 @@ def compare_models(
     """
     if max_prompts < 1:
         raise BadInput(f"--max-prompts {max_prompts}: expected at least 1")
-    settings = list(settings)
     with reporting("compare"):
         prompts = read_prompts(source, slices, max_prompts)
-        chosen = any(setting.startswith("prepare.prompt_format=") for setting in settings)
-        if prompts.are_conversations and not chosen:
-            settings.append("prepare.prompt_format=chat")
-        params = resolve_anywhere(settings)
+        params = params_for(settings, prompts.are_conversations)
         setup_torch(params)
         subjects = [find_subject(named, params) for named in judges or [JudgeName.lexicon.value]]
         jury = Jury({metric_name(one.named): one.ask(out / "answers") for one in subjects})

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
-from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
@@ -44,6 +43,7 @@ from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     MEMBERS,
+    load_any_tokenizer,
     load_sequence_classifier,
     load_tokenizer,
     resolve_dtype,
@@ -128,12 +128,11 @@ class RewardModelTrainer:
             BadInput: it reads other tokens than the policy, or is an ensemble or an adapter.
         """
         check_unchanged("reward_model", self.params)
-        if (folder / MEMBERS).exists() or is_adapter(folder):
-            kind = "an adapter: merge it" if is_adapter(folder) else "an ensemble: name one member"
-            raise BadInput(f"reward.model {folder}: {kind}")
-        with damage_named(folder):
-            own = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if own.get_vocab() != self.tokenizer.get_vocab():
+        if is_adapter(folder):
+            raise BadInput(f"reward.model {folder}: an adapter: merge it")
+        if (folder / MEMBERS).exists():
+            raise BadInput(f"reward.model {folder}: an ensemble: name one member")
+        if load_any_tokenizer(folder).get_vocab() != self.tokenizer.get_vocab():
             raise BadInput(
                 f"reward.model {folder}: its tokens are not those of assets.model. Next: name it "
                 "in ppo.rewards, which give it texts, and audit it with `rondo audit-reward`"

@@ -164,11 +164,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     if not (path / "tokenizer_config.json").exists():
         raise BadInput(f"{path}: no tokenizer there; run `dvc repro assets`")
-    with damage_named(path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, padding_side="left", local_files_only=True, trust_remote_code=False
-        )
-        tokenizer("x")  # of a damaged config, some values show only here
+    tokenizer = load_any_tokenizer(path)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise BadInput(
             f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; "
@@ -176,6 +172,20 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         )
     if (path / CONFIG).exists():
         check_vocabulary(path, tokenizer)
+    return tokenizer
+
+
+def load_any_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, with padding on the left; its pad token may be missing, or EOS.
+
+    Raises:
+        BadInput: it cannot be used.
+    """
+    with damage_named(path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, padding_side="left", local_files_only=True, trust_remote_code=False
+        )
+        tokenizer("x")  # of a damaged config, some values show only here
     return tokenizer
 
 

@@ -246,8 +246,11 @@ def copied(models: Path, target: Path, head: str, **config: object) -> Path:
 
 def test_openrlhfs_older_head_is_read_and_a_missing_one_refused(models, params, tmp_path) -> None:
     openrlhf = copied(models, tmp_path / "a", "value_head", value_head_prefix="value_head")
-    scores = Classifier(models / "reward", params)(PROMPTS, RESPONSES)
-    assert Classifier(openrlhf, params)(PROMPTS, RESPONSES) == scores
+    own, other = Classifier(models / "reward", params), Classifier(openrlhf, params)
+    weights = [one.model.state_dict() for one in (own, other)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    # weights at other addresses of memory: the last bit of a sum may be another
+    assert other(PROMPTS, RESPONSES) == pytest.approx(own(PROMPTS, RESPONSES), abs=1e-6)
     with pytest.raises(BadInput, match=r"score\.weight"):
         Classifier(copied(models, tmp_path / "b", "value_head"), params)
     two = copied(models, tmp_path / "c", "score", id2label={"0": "a", "1": "b"})

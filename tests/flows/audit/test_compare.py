@@ -115,7 +115,8 @@ def test_the_kl_of_a_model_is_that_of_transformers_logits(folder, tiny_folder) -
     tokenizer.save_pretrained(folder / "other")
     words = ("other", str(tiny_folder), f"--reference={tiny_folder}", "--max-prompts=1")
     metrics = compare(*words, "--set=evaluate.samples_per_prompt=1")
-    assert metrics["B"]["kl"] == 0.0
+    assert metrics["B"]["kl"] == 0.0 and metrics["B"] == metrics["reference"]
+    assert "A_against_reference" in metrics and "B_against_reference" not in metrics
     assert metrics["equal_kl"] == {"not_measured": "one of them is the reference"}
 
     from stages.lib.core.params import check_params
