@@ -16,7 +16,7 @@ import requests
 import torch
 
 from flows.audit.inputs import Prompts, read_responses
-from flows.audit.subjects import CHAT, model_folder
+from flows.audit.subjects import CHAT, LANGUAGE_MODEL, check_kind, model_folder
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, read_json
@@ -81,6 +81,9 @@ def find_model(named: str, option: str, reference: str | None, params: Params) -
     """
     folder = model_folder(named, option)
     if not is_adapter(folder):
+        if not (folder / "config.json").exists():
+            raise BadInput(f"{folder}: no config.json: expected the folder of a language model")
+        check_kind(folder, LANGUAGE_MODEL)
         return LocalModel(folder, folder, params)
     base = Path(reference or read_json(folder / "adapter_config.json")["base_model_name_or_path"])
     if not (base / "config.json").exists():

@@ -15,6 +15,7 @@ from stages.assets.base_model import snapshot
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed
 from stages.lib.core.files import file_hash, metric_name
+from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.params.shared import PromptFormat
@@ -97,6 +98,20 @@ def model_folder(named: str, option: str) -> Path:
     """
     folder = Path(named).expanduser()
     return folder if folder.exists() else snapshot(named, option)
+
+
+LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+
+
+def check_kind(folder: Path, wanted: str) -> None:
+    """
+    Raises:
+        BadInput: the model in the folder is of the other of the two kinds.
+    """
+    other = CLASSIFIER if wanted == LANGUAGE_MODEL else LANGUAGE_MODEL
+    for name in read_config(folder).get("architectures") or []:
+        if name.endswith(other):
+            raise BadInput(f"{folder}: its config.json says {name}, expected a ...{wanted}")
 
 
 def scoring(named: str, kind: str, identity: str, log_odds: bool, score: ScoreFunction) -> Subject:
@@ -211,6 +226,7 @@ class Classifier:
             )
         if not (folder / "config.json").exists():
             raise BadInput(f"{folder}: no config.json: expected the folder of a reward model")
+        check_kind(folder, CLASSIFIER)
         if (labels := load_config(folder).num_labels) != 1:
             raise BadInput(
                 f"{folder}: its config.json has {labels} labels; a reward model has one "

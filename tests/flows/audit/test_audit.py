@@ -253,6 +253,8 @@ def test_openrlhfs_older_head_is_read_and_a_missing_one_refused(models, params, 
     assert other(PROMPTS, RESPONSES) == pytest.approx(own(PROMPTS, RESPONSES), abs=1e-6)
     with pytest.raises(BadInput, match=r"score\.weight"):
         Classifier(copied(models, tmp_path / "b", "value_head"), params)
+    with pytest.raises(BadInput, match=r"says LlamaForCausalLM, expected a \.\.\.ForSequence"):
+        Classifier(models / "assets/model", params)
     two = copied(models, tmp_path / "c", "score", id2label={"0": "a", "1": "b"})
     with pytest.raises(BadInput, match="2 labels; a reward model has one"):
         Classifier(two, params)

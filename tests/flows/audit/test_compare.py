@@ -149,6 +149,11 @@ def test_a_chat_server_answers_with_seeds_and_lengths(folder, chat_server) -> No
         (["plain.jsonl", "http://localhost/v1"], "expected http://HOST/v1#MODEL"),
         (["plain.jsonl", "few.jsonl"], "few.jsonl: 1 responses to the prompt 'The dinner 0'"),
         (["plain.jsonl", "adapter"], "adapter: an adapter of gone, which is no folder here"),
+        (["plain.jsonl", "classifier"], "config.json says BertForSequenceClassification, expected"),
+        (
+            ["empty", "plain.jsonl"],
+            "empty: no config.json: expected the folder of a language model",
+        ),
         (["plain.jsonl", "plain.jsonl", "--max-prompts=0"], "--max-prompts 0: expected at least 1"),
         (["plain.jsonl", "plain.jsonl", "--slice=topics"], "no column topics (--slice)"),
         (["plain.jsonl", "plain.jsonl", "--judge=nowhere"], "nowhere: no such file or folder"),
@@ -156,7 +161,11 @@ def test_a_chat_server_answers_with_seeds_and_lengths(folder, chat_server) -> No
 )
 def test_what_cannot_be_compared_is_named(words, expected, capsys) -> None:
     write("few.jsonl", [{"prompt": PROMPTS[0], "completion": " was."}])
-    Path("adapter").mkdir()
+    for name in ("adapter", "classifier", "empty"):
+        Path(name).mkdir()
+    Path("classifier/config.json").write_text(
+        '{"architectures": ["BertForSequenceClassification"]}'
+    )
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     code = exit_code(["compare-models", *words, "--prompts", "prompts.jsonl", *SMALL])
     assert (code, Path("comparison").exists()) == (2, False)
