@@ -266,6 +266,35 @@ def report() -> None:
 
 
 @app.command
+def label(
+    round_: Annotated[str, Parameter(name="ROUND")],
+    /,
+    *,
+    of: Literal["evaluation", "champion", "badcases", "pairs"] = "evaluation",
+    comparisons: int = 60,
+    by: str | None = None,
+    run: str | None = None,
+    port: int = 8200,
+) -> None:
+    """Serve a page on which people judge which of two responses is better, until Ctrl-C.
+
+    Args:
+        round_: the round, e.g. r0.
+        of: evaluation: the policy with SFT, on the frozen prompts; champion: the policy with the
+            champion; badcases: failed responses with SFT's, which become badcases of people; pairs:
+            the held-out pairs that the reward model scores closest.
+        comparisons: how many, at most.
+        by: the name that the page has at first; default: git's user.name.
+        run: an isolated run; default: this folder.
+        port: of the page, on this machine; 0: any free port.
+    """
+    from flows.commands.label import serve_labels
+    from flows.report.people import Of
+
+    serve_labels(round_, Of(of), comparisons, by, run, port)
+
+
+@app.command
 def approve(
     gate: Literal["sft", "reward", "promote"],
     round_: Annotated[str, Parameter(name="ROUND")],

@@ -23,8 +23,8 @@ from tests.paths import ROOT
 # Each room of lib/ may import the rooms before it, and so may each room of flows/.
 LIB = ("thresholds", "core", "metrics", "data", "dedup", "lm", "training", "judging")
 FLOWS = (
-    *("core", "execution", "serving", "tracking", "report", "audit", "orchestration", "pipeline"),
-    *("commands", "cli"),
+    *("core", "execution", "serving", "tracking", "report", "audit", "labelling"),
+    *("orchestration", "pipeline", "commands", "cli"),
 )
 DAG = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 FILES = sorted(

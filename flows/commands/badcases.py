@@ -3,40 +3,31 @@ that people add.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from filelock import FileLock
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.git import person
-from flows.core.services import HOME
 from flows.core.tables import fitted_text, terminal_width
+from flows.labelling.reports import keep
 from flows.report.badcases import PAGE, jury_outcome, origin
 from flows.report.texts import plain_prompt
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
-from stages.lib.core.rows import PromptRow, read_rows
 from stages.lib.core.validation import read_json_lines, validate_row
-from stages.lib.data.slices import check_not_in_slices
-from stages.lib.data.splits import check_not_in_eval_set
 from stages.replay.badcases import (
     Badcase,
     Cause,
     Report,
     Retest,
     State,
-    UserInput,
-    add_user_rows,
     ledger_path,
     parse_user_row,
     read_ledger,
-    report_path,
 )
 
 COLUMNS = ("id", "cause", "state", "fails", "prompt", "response", "round", "score", "jury")
@@ -175,7 +166,7 @@ def flag(
     }
     fix = "see `rondo badcases flag --help`"
     report = validate_row(Report, row, "rondo badcases flag", fix)
-    keep([("the prompt", report)], round_)
+    print(keep([("the prompt", report)], round_))
 
 
 @app.command(name="import")
@@ -197,40 +188,7 @@ def import_file(file: str, /, *, round_: Round = None, by: str | None = None) ->
         for location, row in read_json_lines(Path(file), fix)
     )
     reports = [(f"{location}: its prompt", parse_user_row(row, location)) for location, row in rows]
-    keep(reports, round_)
-
-
-def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> None:
-    """Add reports and prompts to a round's file in badcases/.
-
-    Args:
-        reports: Each with the words for its prompt in an error message.
-        round_: None: the last round of params.yaml.
-
-    Raises:
-        BadInput: there is no such round, or a prompt is one of the evaluation, on which no round
-            may train.
-    """
-    params = load_params()
-    name = round_ or list(params.rounds)[-1]
-    params.check_round(name)
-    prompts = [(label, report.prompt) for label, report in reports]
-    for known_round in load_params().rounds:
-        path = stage_dir(known_round, "prepare") / "data/eval_prompts.jsonl"
-        if path.exists():
-            check_not_in_eval_set(
-                prompts,
-                read_rows(PromptRow, path),
-                "nothing was kept. Report the policy's response to another prompt",
-            )
-    check_not_in_slices(prompts)
-    HOME.mkdir(exist_ok=True)
-    with FileLock(HOME / "badcases.lock"):  # who writes at the same time would lose rows
-        added = add_user_rows(name, [report for _, report in reports])
-    print(
-        f"{report_path(name)}: {added} added, {len(reports) - added} known already. "
-        f"Commit it; `rondo run` retests and replays them in {name}"
-    )
+    print(keep(reports, round_))
 
 
 def ledger_round(round_: str | None) -> str:

@@ -6,7 +6,7 @@ import subprocess
 from stages.lib.core.errors import BadInput, RondoError
 
 # What a run writes to files that git tracks: settings, results, and decisions on its gates
-RESULTS = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", "records")
+RESULTS = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", "labels", "records")
 
 
 def person(by: str | None) -> str:

@@ -51,6 +51,11 @@ def result_file(round_: str, stage: str, name: str, locks: Locks) -> Path | None
     return path if has_results(f"{stage}@{round_}", locks) and path.exists() else None
 
 
+def label_path(round_: str) -> Path:
+    """What people judged of a round (people.py)."""
+    return Path("labels") / f"{round_}.jsonl"
+
+
 def has_results(address: str, locks: Locks) -> bool:
     """Whether a stage's files are its results, and not those of an earlier run."""
     return address in locks or has_ended(split_address(address)[1])

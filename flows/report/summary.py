@@ -19,6 +19,7 @@ from flows.core.tables import filled, fitted_text, render_text, terminal_width
 from flows.report.diagnosis import EQUAL_KL, verdict_lines
 from flows.report.round_files import (
     STAGES,
+    label_path,
     read_manifest,
     read_metrics,
     restore,
@@ -399,8 +400,8 @@ def table(rounds: list[str], locks: Locks, markdown: bool = False) -> Table:
 
 
 def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
-    """Of which judges' votes the jury's win rates are: a line per round; and what assets/data
-    records of the source of the labels.
+    """Of which judges' votes the jury's win rates are, and what people judged: lines per round; and
+    what assets/data records of the source of the labels.
     """
     lines = []
     for name in rounds:
@@ -419,6 +420,10 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
         ]
         if votes:
             lines.append(f"{name}: win rate against SFT by judge: {'; '.join([*votes, *agreed])}")
+        if label_path(name).exists():
+            from flows.report import people  # imports torch
+
+            lines += people.all_lines(name)
     source = ASSETS / "data/SOURCE.txt"
     notes = read_text(source, restore(source)).splitlines() if source.exists() else []
     return [*lines, *(note for note in notes if note.startswith("Labels: "))]

@@ -6,10 +6,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import binomtest, norm
+from scipy.stats import binomtest, norm, t
 
 Bin = tuple[float, float, int]  # mean confidence, share of correct pairs, number of pairs
 Interval = tuple[float, float, float]  # mean, and low and high end of its 95% interval
+MIN_LABELS = 20  # of people, for `corrected_mean`
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -110,6 +111,42 @@ def mean_with_error(values: Sequence[float]) -> tuple[float, float]:
     """
     error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return float(np.mean(values)), float(error)
+
+
+def corrected_mean(
+    labels: Sequence[float], judged: Sequence[float], unlabelled: Sequence[float]
+) -> Interval | None:
+    """The mean of people's outcomes over all items, from people's outcomes of few and a judge's of
+    all: prediction-powered inference (Angelopoulos et al. 2023) with the weight of the judge that
+    gives the narrowest interval (PPI++, 2311.01453, example 6.1). The better the judge, the more it
+    narrows; a judge that is wrong in a constant way is corrected.
+
+    Args:
+        labels: (n,) outcomes by people, each 0..1, of items that were drawn at random.
+        judged: (n,) outcomes of the same items by the judge.
+        unlabelled: (N,) outcomes of all other items by the judge.
+
+    Returns:
+        The mean and its 95% interval, by Student's t; None with fewer than MIN_LABELS labels, of
+        which the normal approximation says too little, or if all labels are alike.
+
+    Raises:
+        ValueError: the lengths of labels and judged differ.
+    """
+    columns = (labels, judged, unlabelled)
+    people, judge, other = (np.asarray(column, dtype=float) for column in columns)
+    if len(people) != len(judge):
+        raise ValueError(f"{len(people)} labels of people, {len(judge)} of the judge")
+    if len(people) < MIN_LABELS or np.ptp(people) == 0:
+        return None
+    weight, of_others = 0.0, 0.0
+    if len(other) > 1 and (spread := np.var([*judge, *other], ddof=1)) > 0:
+        weight = np.cov(people, judge)[0, 1] / (spread * (1 + len(people) / len(other)))
+        of_others = weight**2 * np.var(other, ddof=1) / len(other)
+    estimate = np.mean(people - weight * judge) + (weight * np.mean(other) if weight else 0.0)
+    error = math.sqrt(np.var(people - weight * judge, ddof=1) / len(people) + of_others)
+    half = float(t.ppf(0.975, len(people) - 1)) * error
+    return float(estimate), float(max(0.0, estimate - half)), float(min(1.0, estimate + half))
 
 
 def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:

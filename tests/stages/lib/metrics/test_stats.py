@@ -9,6 +9,7 @@ from scipy import stats
 from stages.lib.metrics.stats import (
     calibration,
     connected_groups,
+    corrected_mean,
     mean_with_error,
     paired_bootstrap,
     partial_correlation,
@@ -200,3 +201,44 @@ def test_connected_links_are_grouped():
     # the direction of a link means nothing
     assert connected_groups([("a", "b"), ("c", "b"), ("c", "d")]) == [[0, 1, 2]]
     assert connected_groups([]) == []
+
+
+def test_a_mean_corrected_by_people_without_a_judge_that_helps() -> None:
+    """A judge whose votes are all alike: Student's interval of people's outcomes alone."""
+    labels = [1.0] * 15 + [0.0] * 5
+    interval = corrected_mean(labels, [1.0] * 20, [1.0] * 50)
+    expected = stats.ttest_1samp(labels, 0).confidence_interval(0.95)
+    assert interval == pytest.approx((0.75, expected.low, expected.high))
+
+
+def test_a_judge_that_is_right_narrows_the_interval() -> None:
+    """With votes that are people's outcomes, the interval is that of 80 labels instead of 20."""
+    labels, others = [1.0, 0.0] * 10, [1.0, 0.0] * 30
+    alone = corrected_mean(labels, [1.0] * 20, others)
+    helped = corrected_mean(labels, labels, others)
+    assert alone is not None and helped is not None
+    assert helped[0] == pytest.approx(0.5)
+    widths = [high - low for _, low, high in (helped, alone)]
+    assert widths[0] == pytest.approx(widths[1] / 2, rel=0.02)
+
+
+def test_corrected_means_cover_the_truth() -> None:
+    """1,000 simulations: 60 labels, 100 other items, and a judge that is wrong in 30% of them, more
+    often for the second response.
+    """
+    generator, covered, truth = np.random.default_rng(0), 0, 0.62
+    for _ in range(1000):
+        people = (generator.random(160) < truth).astype(float)
+        wrong = generator.random(160) < np.where(people == 1, 0.2, 0.4)
+        judge = np.where(wrong, 1 - people, people)
+        interval = corrected_mean(people[:60].tolist(), judge[:60].tolist(), judge[60:].tolist())
+        assert interval is not None
+        covered += interval[1] <= truth <= interval[2]
+    assert 930 <= covered <= 970
+
+
+def test_too_few_labels_or_none_that_differ_give_no_corrected_mean() -> None:
+    assert corrected_mean([1.0, 0.0] * 9, [1.0, 0.0] * 9, [1.0]) is None
+    assert corrected_mean([1.0] * 30, [1.0, 0.0] * 15, [1.0]) is None
+    with pytest.raises(ValueError, match="30 labels"):
+        corrected_mean([1.0] * 30, [1.0], [1.0])
