@@ -125,7 +125,9 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         ("battery", "primary_judge"),
         ("ppo", "primary_judge"),
         ("annotate", "constitution"),
+        ("sft", "sft_model"),
         ("reward", "reward_model"),
+        ("ppo", "policy"),
         ("ppo", "engine"),
     ],
 )

@@ -1,7 +1,8 @@
 """Stage ppo: trains the SFT model by PPO, RLOO or GRPO to a higher reward, within a KL budget.
 
 If `algorithm` in params.yaml is `dpo` or `best_of_n`, `stages.ppo.alternatives` trains the policy
-instead, and if `ppo.engine` is not `local`, `stages.ppo.engines` has it trained elsewhere.
+instead; if `ppo.engine` is not `local`, `stages.ppo.engines` has it trained elsewhere; and if
+`ppo.model` names a policy, none is trained.
 
 Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model,
 champion/start.json and the policy that it names; and the models and functions that `ppo.rewards`
@@ -12,6 +13,7 @@ curves.csv, health.json, manifest.json.
 Run: python -m stages.ppo --round r0
 """
 
+from collections.abc import Callable
 from statistics import fmean
 
 from stages.lib.core.champion import load_start
@@ -60,15 +62,8 @@ def main(params: Params, round_: str) -> None:
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
     if is_placeholder(stage_dir(round_, "reward") / "model"):
         params.check_pairs_not_needed()
-    if params.ppo.engine is not Engine.local:
-        from stages.ppo.engines.run import main as engine
-
-        return engine(params, round_)
-    if params.algorithm not in ONLINE:
-        # imported here: TRL takes seconds to import, and the online algorithms do not need it
-        from stages.ppo.alternatives.run import main as alternative
-
-        return alternative(params, round_)
+    if other := other_program(params):
+        return other(params, round_)
 
     # 1. roles: policy and reference from SFT, critic and reward model from the reward stage. The
     # policy may start from the champion
@@ -129,6 +124,25 @@ def main(params: Params, round_: str) -> None:
         f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; {run.selector.describe()}",
         flush=True,
     )
+
+
+def other_program(params: Params) -> Callable[[Params, str], None] | None:
+    """What makes the policy in place of our loop; None: our loop. Imported here, since TRL takes
+    seconds to import, and the online algorithms do not need it.
+    """
+    if params.ppo.model:
+        from stages.ppo.alternatives.given import main as given
+
+        return given
+    if params.ppo.engine is not Engine.local:
+        from stages.ppo.engines.run import main as engine
+
+        return engine
+    if params.algorithm not in ONLINE:
+        from stages.ppo.alternatives.run import main as alternative
+
+        return alternative
+    return None
 
 
 def summary(run: TrainingRun) -> Metrics:

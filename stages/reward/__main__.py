@@ -43,7 +43,7 @@ from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     MEMBERS,
-    load_any_tokenizer,
+    check_same_tokens,
     load_sequence_classifier,
     load_tokenizer,
     resolve_dtype,
@@ -132,11 +132,10 @@ class RewardModelTrainer:
             raise BadInput(f"reward.model {folder}: an adapter: merge it")
         if (folder / MEMBERS).exists():
             raise BadInput(f"reward.model {folder}: an ensemble: name one member")
-        if load_any_tokenizer(folder).get_vocab() != self.tokenizer.get_vocab():
-            raise BadInput(
-                f"reward.model {folder}: its tokens are not those of assets.model. Next: name it "
-                "in ppo.rewards, which give it texts, and audit it with `rondo audit-reward`"
-            )
+        otherwise = (
+            "name it in ppo.rewards, which give it texts, and audit it with `rondo audit-reward`"
+        )
+        check_same_tokens(folder, self.tokenizer, "reward.model", otherwise)
         model = load_sequence_classifier(folder, self.params.model, new_head=False)
         return set_calibration(
             model,

@@ -5,7 +5,8 @@ frozen evaluation prompts, sampled `samples_per_prompt` times with the same rand
 the primary judge compares.
 
 Inputs: assets/model, rounds/<round>/prepare/data; with `sft.init_from: previous` also the previous
-round's sft/model. Without demonstrations the model that SFT would start from is the SFT model.
+round's sft/model. With `sft.model`, that model is measured, and none is trained. Without
+demonstrations the model that SFT would start from is the SFT model.
 Outputs in rounds/<round>/sft: model (merged), samples.jsonl (both models side by side),
 metrics.jsonl (per step), metrics.json, manifest.json.
 Run: `python -m stages.sft --round r0`.
@@ -39,7 +40,9 @@ from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     check_model_lengths,
+    check_same_tokens,
     load_causal_lm,
+    load_policy,
     load_tokenizer,
     resolve_dtype,
     setup_torch,
@@ -101,11 +104,13 @@ def main(params: Params, round_: str) -> None:
         base_nll, base = measure(base_model, tokenizer, held_out, prompt_rows, params)
     del base_model  # its memory is for training
 
-    # 3. train, from the base model or from the previous round's SFT model
-    previous = Path(params.rounds[round_].previous) / "sft" / "model"
-    start, continues = initial_checkpoint(params.sft, previous, ASSETS / "model")
-    model = load_causal_lm(start, training_model_params(params.model, params.sft.lora))
-    model = fit(model, tokenizer, train, params, recorder, continues)
+    # 3. train, from base or the previous round's SFT model, unless sft.model names one
+    start, continues = starting_model(params, round_)
+    if params.sft.model:
+        model = take(start, tokenizer, params)
+    else:
+        model = load_causal_lm(start, training_model_params(params.model, params.sft.lora))
+        model = fit(model, tokenizer, train, params, recorder, continues)
 
     # 4. save the merged model, and measure it as saved: merging and the dtype change its weights
     model = merge_adapter(model, resolve_dtype(params.model.dtype))
@@ -123,8 +128,8 @@ def main(params: Params, round_: str) -> None:
         "perplexity_after": math.exp(sft_nll),
         **net_win_rate(outcomes, params),
         **compare_with_demonstrations(sft, demonstrations, training_texts),
-        "train_rows": len(train.rows),
-        "train_tokens": sum(map(len, train.texts("completion"))),
+        "train_rows": 0 if params.sft.model else len(train.rows),
+        "train_tokens": 0 if params.sft.model else sum(map(len, train.texts("completion"))),
         "overlong": train.overlong,
         "overlong_held_out": held_out.overlong,
         "steps": len(recorder.steps),
@@ -142,12 +147,35 @@ def main(params: Params, round_: str) -> None:
     print(f"[sft@{round_}] held-out loss {loss}, {judged}", flush=True)
 
 
+def starting_model(params: Params, round_: str) -> tuple[Path, bool]:
+    """The folder of the model that training starts from, or that is used as it is; and whether the
+    training continues that of the previous round.
+    """
+    if params.sft.model:
+        return Path(params.sft.model), False
+    previous = Path(params.rounds[round_].previous) / "sft" / "model"
+    return initial_checkpoint(params.sft, previous, ASSETS / "model")
+
+
+def take(folder: Path, tokenizer: PreTrainedTokenizerBase, params: Params) -> Any:
+    """An SFT model that others trained, whole or as an adapter of assets.model.
+
+    Raises:
+        BadInput: it has other tokens than assets.model, or is damaged.
+    """
+    check_unchanged("sft_model", params)
+    check_same_tokens(folder, tokenizer, "sft.model", "set assets.model to the model it came from")
+    return load_policy(ASSETS / "model", folder, params.model)
+
+
 def keep_start(params: Params, recorder: MetricLogger, tokenizer: PreTrainedTokenizerBase) -> None:
     """Without demonstrations: the model that training would start from, unchanged."""
     folder = stage_dir(recorder.round, "sft")
-    previous = Path(params.rounds[recorder.round].previous) / "sft" / "model"
-    start, _ = initial_checkpoint(params.sft, previous, ASSETS / "model")
-    model = load_causal_lm(start, params.model)
+    start, _ = starting_model(params, recorder.round)
+    if params.sft.model:
+        model = merge_adapter(take(start, tokenizer, params), resolve_dtype(params.model.dtype))
+    else:
+        model = load_causal_lm(start, params.model)
     if not world.is_main():
         return
     save_model(model, tokenizer, folder / "model")

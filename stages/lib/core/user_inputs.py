@@ -4,8 +4,8 @@ dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
 (ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them), `constitution`
-(annotate.constitution), `reward_model` (reward.model) and `engine` (ppo.engine): the code that only
-a run with an engine executes.
+(annotate.constitution), `sft_model`, `reward_model` and `policy` (sft.model, reward.model and
+ppo.model) and `engine` (ppo.engine): the code that only a run with an engine executes.
 """
 
 import json
@@ -55,7 +55,11 @@ def user_files(params: Params) -> dict[str, list[Path]]:
             rewards.append(_model_folder(source.model, key))
         if source.function:
             rewards += function_files(source.function, key)
-    given = params.reward.model
+    given = {
+        "sft_model": ("sft.model", params.sft.model),
+        "reward_model": ("reward.model", params.reward.model),
+        "policy": ("ppo.model", params.ppo.model),
+    }
     by_judge = {named: _judge_files(named, params) for named in params.evaluate.judges}
     return {
         "data": data,
@@ -64,7 +68,10 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         "judges": [path for paths in by_judge.values() for path in paths],
         "primary_judge": by_judge[params.evaluate.judges[0]],
         "constitution": _constitution(params),
-        "reward_model": [_model_folder(given, "reward.model")] if given else [],
+        **{
+            kind: [_model_folder(named, key)] if named else []
+            for kind, (key, named) in given.items()
+        },
         "engine": [] if params.ppo.engine is Engine.local else engine_code(),
     }
 
@@ -109,7 +116,7 @@ def _model_folder(named: str, key: str, advice: str = "name") -> Path:
             f"{key}: {named} is an output of the pipeline, and a run may change it: "
             "copy it to another folder, e.g. models/, and name the copy"
         )
-    if not (Path(named) / "config.json").exists():
+    if not any((Path(named) / name).exists() for name in ("config.json", "adapter_config.json")):
         raise BadInput(f"{key}: no model in {named}; {advice} a folder that has a config.json")
     return Path(named)
 

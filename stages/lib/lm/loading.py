@@ -189,6 +189,29 @@ def load_any_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_same_tokens(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, otherwise: str
+) -> None:
+    """Check that a model that others trained reads the tokens of assets.model. The folder of an
+    adapter may have no tokenizer.
+
+    Args:
+        folder: of the model.
+        tokenizer: of assets.model.
+        key: of params.yaml that names the folder, for the message.
+        otherwise: the next step, for the message.
+
+    Raises:
+        BadInput: it has other tokens.
+    """
+    if is_adapter(folder) and not (folder / "tokenizer_config.json").exists():
+        return
+    if load_any_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise BadInput(
+            f"{key} {folder}: its tokens are not those of assets.model. Next: {otherwise}"
+        )
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id of a token: some vocabularies have gaps."""
     return max(tokenizer.get_vocab().values()) + 1

@@ -36,7 +36,7 @@ def main(params: Params, round_: str) -> None:
 
     # 3. the selected policy, and the outputs of PPO; the critic is a placeholder
     name = params.algorithm.value
-    finish(callback, round_, name=name, longer=f"{name}.num_train_epochs")
+    finish(callback, round_, callback.select(), name=name, longer=f"{name}.num_train_epochs")
 
 
 def load(params: Params, round_: str) -> TrainingContext:

@@ -168,6 +168,13 @@ class PolicyRun(Run):
             self.context.params.seed,
         )
 
+    def select(self) -> Validation:
+        """Give the policy the weights of the selected one, after the last update: the one at the
+        target KL, or the judge's best within the budget.
+        """
+        checkpoints, model = self.work / "checkpoints", self.context.params.model
+        return self.selector.select(self.updates, self.monitor.stopped, checkpoints, model)
+
     def sample_rows(self, update: int) -> list[RolloutRow]:
         """Rollout rows of the current policy, which also go to the rollout files.
 
@@ -259,15 +266,17 @@ def data_paths(params: Params, round_: str) -> list[Path]:
 def finish(
     run: PolicyRun,
     round_: str,
+    kept: Validation,
     *,
     name: str,
-    longer: str,
+    longer: str = "",
     manifest: Metrics | None = None,
 ) -> None:
-    """Select the policy, and write the outputs of the stage.
+    """Write the outputs of the stage.
 
     Args:
-        run: after its last update.
+        run: after its last update; its policy has the weights that are kept.
+        kept: the validation of that policy.
         name: of the algorithm or engine, for the message.
         longer: the setting that makes the training longer.
         manifest: further entries.
@@ -275,10 +284,8 @@ def finish(
     context, params = run.context, run.context.params
     folder = stage_dir(round_, "ppo")
 
-    # 1. the policy at the target KL, or the judge's best within the budget, and its rollouts
+    # 1. rollouts of the policy
     policy = run.trained_policy.policy.eval()
-    checkpoints = context.work / "checkpoints"
-    kept = run.selector.select(run.updates, run.monitor.stopped, checkpoints, params.model)
     rows = run.sample_rows(kept.update) if kept.update else run.initial_rows
 
     # 2. the outputs of PPO

@@ -128,18 +128,21 @@ def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
 
     Raises:
         BadInput: one of them is an adapter and the other is not, or the adapters differ in shape.
+        KeyError, RuntimeError: the models differ in their weights' names or shapes.
     """
     if is_adapter(folder) and hasattr(policy, "peft_config"):
         weights = load_peft_weights(str(folder), device="cpu")
         own = get_peft_model_state_dict(policy)
         scaling = PeftConfig.from_pretrained(str(folder)).lora_alpha
-        if _shapes(weights) == _shapes(own) and scaling == policy.active_peft_config.lora_alpha:
+        if shapes(weights) == shapes(own) and scaling == policy.active_peft_config.lora_alpha:
             set_peft_model_state_dict(policy, weights)
             return
     elif not is_adapter(folder) and not hasattr(policy, "peft_config"):
         # a model that is sharded may not fit on a GPU
         device = torch.device("cpu") if is_sharded(policy) else None
         weights = dict(load_causal_lm(folder, params, device).named_parameters())
+        if further := sorted(weights.keys() - dict(policy.named_parameters()).keys()):
+            raise KeyError(f"{folder} has {further[0]}, which the policy has not")
         load_trainable(policy, split_weights(policy, weights))
         return
     raise BadInput(
@@ -148,7 +151,7 @@ def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
     )
 
 
-def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in weights.items()}
 
 

@@ -76,6 +76,7 @@ def main(params: Params, round_: str) -> None:
     finish(
         run,
         round_,
+        run.select(),
         name=job.name,
         longer="ppo.total_episodes",
         manifest={"engine": f"{job.name} {job.version}", "engine_policies": hashes}

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stages.lib.core.files import read_json
+from stages.assets.inputs import main as inputs
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params import Params
 from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import saved_weights_hash
 from stages.ppo.common.reference import check_reference_files
@@ -31,6 +38,60 @@ def test_the_manifest_has_the_hash_of_the_weights_and_the_model_its_end_tokens(
     check_reference_files(sft)
     ends = GenerationConfig.from_pretrained(sft / "model").eos_token_id
     assert set(ends) == {eos, 9}  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def given(make_round: Any) -> Params:
+    """The params of a round that takes the SFT model in `mine`, an adapter of the base model."""
+    params: Params = make_round("r0", 1.0)
+    shutil.rmtree("rounds/r0/sft")
+    model = AutoModelForCausalLM.from_pretrained("assets/model", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.nn.init.normal_(adapted.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    adapted.save_pretrained("mine")
+    params.sft = params.sft.model_copy(update={"model": "mine", "samples_per_prompt": 1})
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    inputs(params, "r0")
+    return params
+
+
+def test_a_given_model_is_measured_and_none_is_trained(given: Params) -> None:
+    main(given, "r0")
+    metrics, manifest = (
+        read_json(Path(f"rounds/r0/sft/{name}.json"), "") for name in ("metrics", "manifest")
+    )
+    assert (metrics["steps"], metrics["train_rows"], manifest["started_from"]) == (0, 0, "mine")
+    assert metrics["loss_after"] != metrics["loss_before"] and metrics["eos_rate"] is not None
+    base = AutoModelForCausalLM.from_pretrained("assets/model", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, "mine").merge_and_unload()
+    saved = load_file("rounds/r0/sft/model/model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(saved[name], merged.state_dict()[name].to(saved[name].dtype))
+
+
+def test_a_given_model_needs_no_demonstrations(given: Params) -> None:
+    for part in ("train", "eval"):
+        Path(f"rounds/r0/prepare/data/sft_{part}.jsonl").write_text("")
+    main(given, "r0")
+    assert read_json(Path("rounds/r0/sft/manifest.json"), "")["started_from"] == "mine"
+    base, saved = (
+        load_file(path)["model.layers.0.self_attn.q_proj.weight"].float()
+        for path in ("assets/model/model.safetensors", "rounds/r0/sft/model/model.safetensors")
+    )
+    assert not torch.equal(base, saved)
+
+
+def test_a_given_model_with_other_tokens_is_refused(given: Params) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"assets/model/{name}", "mine")
+    tokenizer = read_json(Path("mine/tokenizer.json"), "")
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
+    write_json(Path("mine/tokenizer.json"), tokenizer)
+    with pytest.raises(BadInput, match="changed after the run began"):
+        main(given, "r0")
+    inputs(given, "r0")
+    with pytest.raises(BadInput, match=r"sft\.model mine: its tokens are not those of"):
+        main(given, "r0")
 
 
 DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"

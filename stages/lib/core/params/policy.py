@@ -188,6 +188,11 @@ class RewardSource(ParamsSection):
 
 
 class PpoParams(ParamsSection):
+    model: PathText | None = Field(
+        None,
+        description="Folder of a policy to use as it is, or of an adapter of the SFT model; null: "
+        "train one.",
+    )
     engine: Engine = Field(
         Engine.local,
         description="Who trains: `local`: Rondo itself; `openrlhf`, `verl`, `nemo_rl`: OpenRLHF, "
@@ -404,6 +409,8 @@ class PpoParams(ParamsSection):
                 "set critic to policy"
             )
         if self.engine is not Engine.local:
+            if self.model:
+                raise ValueError(f"model: nothing is left for engine {self.engine.value} to train")
             check_settings(self.engine.value, self)
         elif self.engine_options:
             raise ValueError("engine_options: engine is local, which has none: remove them")

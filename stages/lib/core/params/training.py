@@ -6,6 +6,11 @@ from stages.lib.core.params.shared import InitFrom, LoraParams, PathText, Reduce
 
 
 class SftParams(TrainParams):
+    model: PathText | None = Field(
+        None,
+        description="Folder of an SFT model to use as it is, or of an adapter of assets.model; "
+        "null: train one.",
+    )
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=1, description="Rows per forward pass.")
     num_train_epochs: float = Field(0.7, gt=0, description="Passes over the training data.")

@@ -41,6 +41,7 @@ def everything(
     write_text(Path("pairs.jsonl"), "{}\n")
     write_text(Path("models/mine/config.json"), "{}")
     write_text(Path("models/judge/config.json"), "{}")
+    write_text(Path("models/adapter/adapter_config.json"), "{}")
     write_text(Path("taste.py"), "from words import nice\n\ndef score(prompts, responses): ...\n")
     write_text(Path("words.py"), "nice = 1\n")
     write_text(Path("principles.txt"), "Be kind.\n")
@@ -49,7 +50,8 @@ def everything(
         "org/pairs",
         assets={"data": "files", "model": "models/mine"},
         reward={"model": "models/judge"},
-        ppo={"rewards": [{"name": "taste", "function": "taste:score"}]},
+        sft={"model": "models/mine"},
+        ppo={"rewards": [{"name": "taste", "function": "taste:score"}], "model": "models/adapter"},
         evaluate={"judges": list(judges)},
         annotate=by_principles("principles.txt"),
     )
@@ -70,7 +72,9 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "judges": {"models/judge/config.json": sha256("{}"), **function},
         "primary_judge": {"evaluate.judges[0]": '{"judge": "lexicon", "tie_margin": 0.05}'},
         "constitution": {"principles.txt": sha256("Be kind.\n")},
+        "sft_model": {"models/mine/config.json": sha256("{}")},
         "reward_model": {"models/judge/config.json": sha256("{}")},
+        "policy": {"models/adapter/adapter_config.json": sha256("{}")},
         "engine": {},
     }
     [asks] = input_hashes(everything(judges=["zero_shot"]))["primary_judge"].values()
