@@ -79,6 +79,11 @@ class Validation(NamedTuple):
         return fmean(self.judge_scores)
 
     @property
+    def is_champion(self) -> bool:
+        """Whether it is of the champion, from which the training started; SFT's has no KL."""
+        return self.update == 0 and self.kl > 0
+
+    @property
     def metrics(self) -> dict[str, float]:
         return {
             "validation_judge_score": self.judge_score,
@@ -124,12 +129,14 @@ def keeps_earlier(earlier: Validation, scaled: Validation, target: float) -> boo
 
     If the judge's mean gain over it exceeds two standard errors; above the target never, since more
     KL is more gain. A scaled policy that does not reach the target is compared with all that are at
-    most at the target.
+    most at the target. The champion, from which the training started, is kept unless the scaled
+    policy exceeds it by one: training on a reward raises the reward, and the judge has to show
+    that it did more.
     """
     if earlier.kl_per_token > (1 + NEAR) * max(target, scaled.kl_per_token):
         return False
     gain, error = paired_gain(earlier.judge_scores, scaled.judge_scores)
-    return gain > CLEAR * error
+    return gain > -error if earlier.is_champion else gain > CLEAR * error
 
 
 @dataclass
@@ -190,13 +197,14 @@ class PolicySelector:
         return self.params.policy_selection is PolicySelection.target_kl
 
     def preferred(self) -> list[Candidate]:
-        """Of the candidates at most at the target KL, the one that the judge prefers (the first of
-        equal ones): one set of weights, however many policies were validated, since all weights
-        of a model may be trained, and the resume state has them.
+        """Of the candidates at most at the target KL, the champion, and the one that the judge
+        prefers (the first of equal ones): two sets of weights at most, however many policies were
+        validated, since all weights of a model may be trained, and the resume state has them.
         """
         most = (1 + NEAR) * self.params.target_kl_per_token
         within = [one for one in self.candidates if one.validation.kl_per_token <= most]
-        return [max(within, key=lambda one: one.validation.judge_score)] if within else []
+        best = max(within, key=lambda one: one.validation.judge_score, default=None)
+        return [one for one in within if one is best or one.validation.is_champion]
 
     def validate_reference(self) -> Validation:
         """Measure the reference, whatever weights the policy has."""

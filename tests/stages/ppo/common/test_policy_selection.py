@@ -394,6 +394,18 @@ def test_a_gain_of_just_two_standard_errors_is_not_clear(to_target):
         assert keeps_earlier(earlier, scaled, 1.0) == kept
 
 
+@pytest.mark.parametrize(("kl", "kept"), [(2.0, (True, False)), (0.0, (False, False))])
+def test_the_champion_is_kept_unless_training_has_gained_a_standard_error(to_target, kl, kept):
+    """Gains of the trained policy of 0.125 and 0.375, which have an error of 0.25. SFT, the other
+    policy of update 0, has no KL and no such right.
+    """
+    _, one = to_target(0.02, [0.1]).history
+    start = one._replace(update=0, judge_scores=(0.0, 0.0), kl=kl, kl_per_token=kl / 4)
+    for gain, start_is_kept in zip((0.125, 0.375), kept, strict=True):
+        scaled = one._replace(judge_scores=(gain + 0.25, gain - 0.25), kl_per_token=1.0)
+        assert keeps_earlier(start, scaled, 1.0) == start_is_kept
+
+
 @pytest.mark.parametrize(("kl", "kept"), [(0.1, True), (0.105, True), (0.106, False), (0.04, True)])
 def test_an_earlier_policy_at_the_target_is_kept_if_the_scaled_one_misses_it(to_target, kl, kept):
     """The target is 0.1, and the scaled policy has 0.07; the gain is 0.1, more than twice its
@@ -494,7 +506,7 @@ def test_an_earlier_policy_at_the_target_is_kept_although_a_later_one_was_the_be
 
 
 def test_of_policies_at_most_at_the_target_the_judges_best_is_kept(selector):
-    """The target is 0.45, so up to 0.4725 counts as the target."""
+    """The target is 0.45, so up to 0.4725 counts as the target. The champion stays beside it."""
     selector.params = PpoParams()
     one = selector.validate(0)
     selector.candidates = [
@@ -509,6 +521,12 @@ def test_of_policies_at_most_at_the_target_the_judges_best_is_kept(selector):
             (7, 0.1, 0.35),
         ]
     ]
+    assert [candidate.validation.update for candidate in selector.preferred()] == [4]
+    start = Candidate(one._replace(kl=5.0, kl_per_token=0.4, judge_scores=(0.1,)), {})
+    selector.candidates = [start, *selector.candidates]
+    assert [candidate.validation.update for candidate in selector.preferred()] == [0, 4]
+    too_far = start.validation._replace(kl_per_token=0.6)
+    selector.candidates[0] = Candidate(too_far, {})
     assert [candidate.validation.update for candidate in selector.preferred()] == [4]
 
 
