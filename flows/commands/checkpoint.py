@@ -46,8 +46,8 @@ def evaluate_checkpoint(
         run: A run with a workspace of its own, as `rondo status` lists it, e.g.
             20261122-154944-e99e311a. Empty: the project's folder.
         round: The round of the SFT model, the reward model and the evaluation prompts.
-        checkpoint: A name in rounds/ROUND/ppo/checkpoints, or the folder of any adapter of that
-            round's SFT model.
+        checkpoint: A name in rounds/ROUND/ppo/checkpoints, or a folder: of an adapter of that
+            round's SFT model, or of a model with its tokens.
     """
     log = make_logger()
     lines: list[str] = []

@@ -1,7 +1,7 @@
 """Evaluate one checkpoint as the policy was evaluated, outside the DAG.
 
-A checkpoint of PPO is compared with SFT and the policy on the frozen prompts, with the same random
-numbers, reward model and jury: would another checkpoint have been better? Writes
+A checkpoint of PPO, or another model, is compared with SFT and the policy on the frozen prompts,
+with the same random numbers, reward model and jury: would another one have been better? Writes
 reports/<round>/checkpoint_<name>_<hash>.json, and .jsonl with the samples; no stage reads them.
 
 Run: `python -m stages.evaluate.checkpoint --round r0 --checkpoint step_00010`.
@@ -28,7 +28,7 @@ from stages.lib.core.progress import reporting
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.judging.loading import base_model, load_jury
-from stages.lib.lm.loading import load_policy, setup_torch
+from stages.lib.lm.loading import check_same_tokens, load_policy, setup_torch
 
 
 def main(params: Params, round_: str, checkpoint: str) -> Path:
@@ -40,6 +40,8 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_metrics(round_, "sft")
     evaluator = Evaluator(params, round_)
+    otherwise = "`rondo compare-models`, which gives both models the texts"
+    check_same_tokens(path, evaluator.tokenizer, "--checkpoint", otherwise)
     jury = load_jury(params, round_, base_model(params))
     results = ModelResults(evaluator, jury, losses, f"checkpoint@{round_}")
     models = {
@@ -76,7 +78,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stages.evaluate.checkpoint")
     parser.add_argument("--round", required=True, help="round of params.yaml, e.g. r0")
     parser.add_argument(
-        "--checkpoint", required=True, help="e.g. step_00010, or the folder of an adapter"
+        "--checkpoint", required=True, help="e.g. step_00010, or the folder of a model"
     )
     options = parser.parse_args()
     try:

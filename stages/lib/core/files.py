@@ -49,7 +49,7 @@ def find_checkpoint(round_: str, checkpoint: str) -> Path:
     raise BadInput(
         f"--checkpoint {checkpoint}: no model there; "
         f"{folder} has {names or f'none (run `dvc repro ppo@{round_}`)'}; "
-        "or give the folder of an adapter"
+        "or give the folder of an adapter or a model"
     )
 
 

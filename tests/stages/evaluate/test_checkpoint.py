@@ -1,9 +1,13 @@
 """A checkpoint of a tiny round, evaluated outside the DAG; a name that does not exist."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from stages.evaluate.checkpoint import main
 from stages.lib.core.errors import BadInput
@@ -26,6 +30,23 @@ def test_a_checkpoint_against_sft_and_the_policy(make_round):
     [rows] = Path("reports/r0").glob("checkpoint_step_00002_*.jsonl")
     assert {"sft", "ppo", "checkpoint"} <= json.loads(rows.read_text().splitlines()[0]).keys()
     assert sorted(Path("rounds").rglob("*")) == before  # no stage's files were touched
+
+
+def test_a_whole_model_that_others_trained(make_round):
+    params = make_round("r0", 1.0)
+    sft = AutoModelForCausalLM.from_pretrained("rounds/r0/sft/model", dtype=torch.float32)
+    PeftModel.from_pretrained(sft, "rounds/r0/ppo/policy").merge_and_unload().save_pretrained(
+        "mine"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"rounds/r0/sft/model/{name}", "mine")
+    report = json.loads(main(params, "r0", "mine").read_text())
+    assert report["checkpoint"]["kl"] == pytest.approx(report["ppo"]["kl"], rel=1e-3)
+    tokenizer = json.loads(Path("mine/tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
+    Path("mine/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput, match="--checkpoint mine: its tokens are not those of"):
+        main(params, "r0", "mine")
 
 
 def test_a_checkpoint_that_does_not_exist(make_round):
