@@ -1,6 +1,7 @@
 """The command `rondo`: each command is a function, whose signature and docstring are its help."""
 
 import io
+import json
 import locale
 import os
 import signal
@@ -13,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from flows.core import interrupts
 from flows.core.services import HOME, HOST, prepare_environment
-from stages.lib.core.errors import BadInput, RondoError, print_failure
+from stages.lib.core.errors import BadInput, RondoError, print_failure, typed
 
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 network or server unreachable, "
@@ -22,6 +23,8 @@ EXIT_CODES = (
 )
 UTF8 = "PYTHONUTF8"  # Python's own variable
 NEEDS_NO_PROJECT = ("check-data", "audit-reward", "compare-models", "--help", "-h")
+
+JSON = "--json"  # output for programs (AGENTS.md)
 
 app = App(
     name="rondo",
@@ -42,6 +45,7 @@ app.command(
 Settings = Annotated[list[str] | None, Parameter(name="--set")]
 Columns = Annotated[list[str] | None, Parameter(name="--column")]
 Flag = Annotated[bool, Parameter(show_default=False)]
+AsJson = Annotated[bool, Parameter(name=JSON, show_default=False)]
 Reason = Annotated[str, Parameter(show_default=False)]
 
 
@@ -79,11 +83,21 @@ def exit_code(arguments: list[str] | None) -> int:
     except CycloptsError as error:
         command = " ".join(["rondo", *(error.command_chain or ())])
         reason = str(error).rstrip("., ")  # of a long list it prints the start
-        return print_failure(BadInput(f"{reason}; next: `{command} --help`"), "rondo")
+        return failed(BadInput(f"{reason}; next: `{command} --help`"), words)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return RondoError.exit_code
     except Exception as error:
-        return print_failure(error, "rondo")
+        return failed(error, words)
+
+
+def failed(error: Exception, words: list[str]) -> int:
+    """Print an error; returns its exit code. For programs also as JSON, instead of the output."""
+    code = print_failure(error, "rondo")
+    if JSON in words:
+        shown = typed(error) or error
+        kind, message = type(shown).__name__, str(shown)
+        print(json.dumps({"error": kind, "message": message, "exit_code": code}))
+    return code
 
 
 @app.command
@@ -95,6 +109,7 @@ def run(
     interrupted: Annotated[str | None, Parameter(name="--continue")] = None,
     settings: Settings = None,
     dry_run: Flag = False,
+    as_json: AsJson = False,
     isolated: Flag = False,
 ) -> int:
     """Run all stages that are not up to date.
@@ -109,6 +124,7 @@ def run(
             settings.
         settings: SECTION.KEY=VALUE sets one value of params.yaml; may be repeated.
         dry_run: run nothing, but print the stages that would run, and what they need.
+        as_json: of --dry-run: print an object.
         isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
     """
     from flows.commands import dry_run as trial
@@ -116,29 +132,40 @@ def run(
     from flows.core.config import KEEP
 
     values, again = settings or [], rerun or []
+    if as_json and not dry_run:
+        raise BadInput("--json is of --dry-run: a run prints its progress")
     if interrupted:
         if any((rounds, values, isolated, again, dry_run, preset)):
             raise BadInput("--continue RUN takes no other options: the run has its own settings")
         return continue_run(interrupted)
     if dry_run:
-        return trial.dry_run(preset or KEEP, rounds, values, again)
+        return trial.dry_run(preset or KEEP, rounds, values, again, as_json)
     return run_rounds(preset or KEEP, rounds, values, isolated, again)
 
 
 @app.command
-def next_round(*, settings: Settings = None, dry_run: Flag = False, isolated: Flag = False) -> int:
+def next_round(
+    *,
+    settings: Settings = None,
+    dry_run: Flag = False,
+    as_json: AsJson = False,
+    isolated: Flag = False,
+) -> int:
     """Add a round to params.yaml and run it, without changing the rounds before it.
 
     Args:
         settings: SECTION.KEY=VALUE sets one value of params.yaml; may be repeated.
         dry_run: run nothing, but print the stages that would run, and what they need.
+        as_json: of --dry-run: print an object.
         isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
     """
     from flows.commands.dry_run import dry_next_round
     from flows.commands.run import run_next_round
 
+    if as_json and not dry_run:
+        raise BadInput("--json is of --dry-run: a run prints its progress")
     if dry_run:
-        return dry_next_round(settings or [])
+        return dry_next_round(settings or [], as_json)
     return run_next_round(settings or [], isolated)
 
 
@@ -200,7 +227,14 @@ def serve_reward(
 
 
 @app.command
-def plan(*, model: str, gpus: str, preset: str = "openrlhf", settings: Settings = None) -> None:
+def plan(
+    *,
+    model: str,
+    gpus: str,
+    preset: str = "openrlhf",
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
     """Print the GPU memory that each stage needs for a model, and settings that fit.
 
     Args:
@@ -208,18 +242,26 @@ def plan(*, model: str, gpus: str, preset: str = "openrlhf", settings: Settings 
         gpus: GPUs x GB of one, e.g. 8x80, or nodes x GPUs per node x GB, e.g. 2x8x80.
         preset: lengths and batches: of this preset, or `keep`: of params.yaml.
         settings: SECTION.KEY=VALUE sets one value of them; may be repeated.
+        as_json: print an object.
     """
     from flows.commands.plan import print_plan
 
-    print_plan(model, gpus, preset, settings or [])
+    print_plan(model, gpus, preset, settings or [], as_json)
 
 
 @app.command
-def status() -> None:
-    """Show the progress of each round, the running stages and the stage at fault."""
-    from flows.commands.status import text
+def status(*, as_json: AsJson = False) -> None:
+    """Show the progress of each round, the running stages and the stage at fault.
 
-    print(text(HOME.resolve()))
+    Args:
+        as_json: print an object.
+    """
+    from flows.commands import status as project
+    from flows.core.tables import print_json
+
+    if as_json:
+        return print_json(project.values())
+    print(project.text(HOME.resolve()))
 
 
 @app.command
@@ -359,7 +401,14 @@ def promote(
 
 
 @app.command
-def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open")] = False) -> None:
+def compare(
+    a: str,
+    b: str,
+    /,
+    *,
+    open_: Annotated[Flag, Parameter(name="--open")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Compare the policies of two recorded runs prompt by prompt, and list differing params.
 
     It writes all samples side by side to reports/compare.html.
@@ -368,16 +417,20 @@ def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open"
         a: RUN[:ROUND], a run's name or the start of it; default round: the last one it evaluated.
         b: likewise.
         open_: open MLflow's pages of the two runs in the browser (needs `rondo up`).
+        as_json: print an object instead.
     """
     import webbrowser
 
     from flows.commands import compare as comparison
     from flows.core.services import mlflow_answers
+    from flows.core.tables import print_json
     from flows.tracking.mlflow_store import experiment_of, registry
 
     with registry(HOME.resolve()) as client:
         experiment = experiment_of(client)
         first, second = (comparison.find(client, experiment, name) for name in (a, b))
+        if as_json:
+            return print_json(comparison.values(client, first, second))
         print(comparison.text(client, first, second))
         pages = comparison.pages(client, first, second)
     print(comparison.largest_differences(first, second))
@@ -390,13 +443,15 @@ def compare(a: str, b: str, /, *, open_: Annotated[Flag, Parameter(name="--open"
 
 
 @app.command
-def best(*, kl: float | None = None) -> None:
+def best(*, kl: float | None = None, as_json: AsJson = False) -> None:
     """Rank the policies of all recorded runs by win rate against SFT.
 
     Args:
         kl: maximum KL from SFT, in nats per token; default: gates.promote.max_kl_per_token.
+        as_json: print a list of objects, one per set of comparable policies.
     """
     from flows.commands import best as policies
+    from flows.core.tables import print_json
     from flows.tracking.mlflow_store import experiment_of, registry
     from stages.lib.core.params import load_params
 
@@ -404,21 +459,31 @@ def best(*, kl: float | None = None) -> None:
     home, here = HOME.resolve(), policies.experiments_here()
     with registry(home) as client:
         ranking = policies.policies_within_kl(experiment_of(client), limit, here)
+        if as_json:
+            return print_json(policies.values(home, ranking, here))
         print(policies.text(home, ranking, here))
 
 
 @app.command
-def check_data(source: str, /, *, split: str = "train", columns: Columns = None) -> int:
+def check_data(
+    source: str,
+    /,
+    *,
+    split: str = "train",
+    columns: Columns = None,
+    as_json: AsJson = False,
+) -> int:
     """Say what becomes of preference pairs or demonstrations, and list the rows that are bad.
 
     Args:
         source: a file, a folder, or a data set of the hub (name/name@commit).
         split: of a folder or a data set.
         columns: NAME=COLUMN, e.g. prompt=question: a column of another name; may be repeated.
+        as_json: print an object.
     """
     from stages.prepare import check_file
 
-    return check_file.check_data(source, split, named_columns(columns))
+    return check_file.check_data(source, split, named_columns(columns), as_json)
 
 
 @app.command

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.git import person
-from flows.core.tables import fitted_text, terminal_width
+from flows.core.tables import fitted_text, print_json, terminal_width
 from flows.labelling.reports import keep
 from flows.report.badcases import PAGE, jury_outcome, origin
 from flows.report.texts import plain_prompt
@@ -38,11 +38,16 @@ SHOWN_CHARACTERS = 60  # of a text in the list
 
 app = App(name="badcases")  # flows/cli.py has its help and its options
 Round = Annotated[str | None, Parameter(name="--round")]
+AsJson = Annotated[bool, Parameter(name="--json", show_default=False)]
 
 
 @app.command(name="list")
 def list_all(
-    *, round_: Round = None, state: State | None = None, cause: Cause | None = None
+    *,
+    round_: Round = None,
+    state: State | None = None,
+    cause: Cause | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """One line per badcase, of all rounds.
 
@@ -50,12 +55,15 @@ def list_all(
         round_: the states after this round.
         state: of the badcases.
         cause: of the badcases.
+        as_json: print a list of objects, as the ledger has them.
     """
     cases = [
         case
         for case in read_ledger(ledger_round(round_))
         if state in (None, case.state) and cause in (None, case.cause)
     ]
+    if as_json:
+        return print_json([case.model_dump(mode="json") for case in cases])
     table = Table(box=SIMPLE_HEAD)
     fails = [failed_retests(case) for case in cases]
     least = {"fails": max(map(len, fails), default=0)}  # in one line
@@ -94,13 +102,16 @@ def one_line(text: str) -> str:
 
 
 @app.command
-def show(badcase: Annotated[str, Parameter(name="ID")], /) -> None:
-    """Everything that is known of one badcase, to read. Scripts read the file that is named last.
+def show(badcase: Annotated[str, Parameter(name="ID")], /, *, as_json: AsJson = False) -> None:
+    """Everything that is known of one badcase.
 
     Args:
         badcase: its id or the beginning of it.
+        as_json: print it as an object, as the ledger has it.
     """
     case = find(badcase)
+    if as_json:
+        return print_json(case.model_dump(mode="json"))
     title = f"{case.id}: {case.cause.value}, {case.state.value}"
     texts = {
         "prompt": plain_prompt(case.prompt),
@@ -121,7 +132,7 @@ def show(badcase: Annotated[str, Parameter(name="ID")], /) -> None:
     print(f"exploits: {', '.join(map(ascii, case.exploits)) or 'none'}")
     print(f"failed retests: {', '.join(map(retest_text, case.tries)) or 'not retested'}")
     print(f"\nWith the training rows made of it: {PAGE}#{case.id} (`rondo report` writes it)")
-    print(f"As JSON lines, for scripts: {ledger_path(ledger_round(None))}")
+    print(f"As JSON, for scripts: --json; all: {ledger_path(ledger_round(None))}")
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import mlflow
 from mlflow.entities import LoggedModel
@@ -164,6 +165,29 @@ def unique(policies: list[Policy]) -> list[Policy]:
         weights = (policy.tags["md5"] or policy.run, policy.path)
         records.setdefault((*policy.experiment, *weights), policy)
     return list(records.values())
+
+
+def values(
+    home: Path, evaluations: list[list[Policy]], here: Collection[Experiment]
+) -> list[dict[str, Any]]:
+    """For programs: one object per table of `text`, with its policies, best first."""
+    return [
+        {
+            "evaluation_id": policies[0].experiment[0],
+            "lineage": policies[0].experiment[1],
+            "of_this_folder": policies[0].experiment in here,
+            "policies": [
+                {
+                    **{"run": policy.run, "round": policy.round, "path": policy.path},
+                    **{"selected": policy.selected, "seed": policy.tags.get("seed")},
+                    **{"revision": policy.tags.get("revision"), "metrics": policy.metrics},
+                    "weights": weights_location(home, policy),
+                }
+                for policy in policies
+            ],
+        }
+        for policies in evaluations
+    ]
 
 
 def text(home: Path, evaluations: list[list[Policy]], here: Collection[Experiment]) -> str:

@@ -154,23 +154,40 @@ def settings(client: MlflowClient, evaluation: Evaluation) -> dict[str, str]:
     return params | {"git": tags.get("revision", "-")}
 
 
+def values(client: MlflowClient, a: Evaluation, b: Evaluation) -> dict[str, Any]:
+    """For programs: names, `metrics` of A and B, `gains` of B over A as (mean, low, high), and the
+    `settings` of A and B that differ.
+
+    Raises:
+        BadInput: see `paired`.
+    """
+    settings_a, settings_b = settings(client, a), settings(client, b)
+    return {
+        "a": a.name,
+        "b": b.name,
+        "metrics": {
+            title: [evaluation.run.data.metrics.get(key) for evaluation in (a, b)]
+            for title, key in METRICS.items()
+        },
+        "gains": paired(a, b),
+        "settings": {
+            key: [settings_a.get(key, "-"), settings_b.get(key, "-")]
+            for key in sorted({*settings_a, *settings_b})
+            if settings_a.get(key) != settings_b.get(key)
+        },
+    }
+
+
 def text(client: MlflowClient, a: Evaluation, b: Evaluation) -> str:
     """A table: metrics of both, B against A with intervals, and the settings that differ.
 
     Raises:
         BadInput: see `paired`.
     """
-    metrics = [
-        (title, *(format_metric(evaluation.run.data.metrics.get(key)) for evaluation in (a, b)))
-        for title, key in METRICS.items()
-    ]
-    gains = [(title, "", interval(*gain)) for title, gain in paired(a, b).items()]
-    settings_a, settings_b = settings(client, a), settings(client, b)
-    changed = [
-        (key, settings_a.get(key, "-"), settings_b.get(key, "-"))
-        for key in sorted({*settings_a, *settings_b})
-        if settings_a.get(key) != settings_b.get(key)
-    ]
+    shown = values(client, a, b)
+    metrics = [(title, *map(format_metric, pair)) for title, pair in shown["metrics"].items()]
+    gains = [(title, "", interval(*gain)) for title, gain in shown["gains"].items()]
+    changed = [(key, *pair) for key, pair in shown["settings"].items()]
     table = Table(box=SIMPLE_HEAD)
     for column in ("", f"A = {a.name}", f"B = {b.name}"):
         table.add_column(column, justify="right" if column else "left")

@@ -8,6 +8,7 @@ from typing import Any
 from flows.core.addresses import split_address
 from flows.core.config import KEEP, changes_of_params, one_more_round
 from flows.core.locks import read_locks
+from flows.core.tables import print_json
 from flows.execution import dvc_stages, needs
 from flows.execution.history import open_rounds, resolve_run
 from stages.gate.verdict import look_up
@@ -19,8 +20,17 @@ from stages.lib.core.user_inputs import INPUTS, input_hashes, recorded_hashes
 from stages.ppo.engines import make_job
 
 
-def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[str]) -> int:
+def dry_run(
+    preset: str,
+    rounds: int | None,
+    settings: list[str],
+    rerun: list[str],
+    as_json: bool = False,
+) -> int:
     """Print it for `rondo run`, whose arguments these are; returns the exit code.
+
+    As JSON: `changes` of params.yaml, `ended` rounds, `needs` (lines), the stages that it
+    `would_run`, and `engine_commands`.
 
     Raises:
         BadInput: as a run would raise it before it starts.
@@ -28,12 +38,23 @@ def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[st
     """
     params, ended = resolve_run(preset, rounds, settings, rerun)
     changes = changes_of_params(params)
+    addresses = addresses_of(open_rounds(params, ended))
+    waiting = stages_that_would_run(params, addresses)
+    if as_json:
+        lines: list[str] = []
+        needs.check(params, addresses, waiting, lines.append)
+        print_json(
+            {
+                **{"changes": changes, "ended": ended, "needs": lines},
+                "would_run": [name for name in addresses if name in waiting],
+                "engine_commands": engine_commands(params, waiting),
+            }
+        )
+        return 0
     title = "params.yaml would change:" if changes else "params.yaml: no changes"
     print("\n  ".join([title, *changes]))
     if ended:
         print(f"ended, not run again (--rerun does): {', '.join(ended)}")
-    addresses = addresses_of(open_rounds(params, ended))
-    waiting = stages_that_would_run(params, addresses)
     needs.check(params, addresses, waiting, print)
     if waiting:
         print(f"would run: {', '.join(name for name in addresses if name in waiting)}")
@@ -57,9 +78,9 @@ def engine_commands(params: Params, waiting: set[str]) -> list[str]:
     return lines
 
 
-def dry_next_round(settings: list[str]) -> int:
+def dry_next_round(settings: list[str], as_json: bool = False) -> int:
     """`dry_run` for `rondo next-round`."""
-    return dry_run(KEEP, one_more_round(), settings, [])
+    return dry_run(KEEP, one_more_round(), settings, [], as_json)
 
 
 def addresses_of(rounds: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.config import KEEP, resolve
-from flows.core.tables import filled, fitted_text, terminal_width
+from flows.core.tables import filled, fitted_text, print_json, terminal_width
 from flows.execution import memory
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
@@ -38,8 +38,8 @@ class Cluster(NamedTuple):
         return self.nodes * self.gpus
 
 
-def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
-    """Print the answer of `rondo plan`.
+def print_plan(model: str, gpus: str, preset: str, settings: list[str], as_json: bool) -> None:
+    """Print the answer of `rondo plan`; as JSON: the weights, and the `proposal`s by title.
 
     Raises:
         BadInput: the model is not known, the GPUs are no numbers, or a setting is wrong.
@@ -59,6 +59,20 @@ def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
     params = resolve(preset, None, [*address, *settings])
     if params.algorithm is not Algorithm.ppo:
         raise BadInput(f"algorithm {params.algorithm.value}: expected ppo, the one with a plan")
+    if params.ppo.engine is Engine.local:
+        changed: dict[str, dict[str, Any]] = {"these settings": {}}
+    else:
+        title = f"all weights, by {params.ppo.engine.value} on all GPUs"
+        changed = {title: on_all_gpus(params, shape, cluster)}
+    changed["adapters, by Rondo"] = with_adapters(params, given)
+    proposals = {
+        title: proposal(
+            preset, given | {key: as_yaml(value) for key, value in values.items()}, shape, cluster
+        )
+        for title, values in changed.items()
+    }
+    if as_json:
+        return print_json({"weights": shape.weights, "proposals": proposals})
     width = terminal_width()
     description = (
         f"{model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
@@ -66,17 +80,10 @@ def print_plan(model: str, gpus: str, preset: str, settings: list[str]) -> None:
         "calculated, never measured (docs/scale.md)"
     )
     print(filled(description, width))
-    if params.ppo.engine is Engine.local:
-        proposals: dict[str, dict[str, Any]] = {"these settings": {}}
-    else:
-        title = f"all weights, by {params.ppo.engine.value} on all GPUs"
-        proposals = {title: on_all_gpus(params, shape, cluster)}
-    proposals["adapters, by Rondo"] = with_adapters(params, given)
-    for title, changes in proposals.items():
-        values = given | {key: as_yaml(value) for key, value in changes.items()}
+    for title, one in proposals.items():
         print()
         print(filled(f"PPO of {title}; GB of the one GPU of each stage, at most:", width))
-        print("\n".join(proposal(preset, values, shape, cluster)))
+        print("\n".join(proposal_lines(one)))
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -103,32 +110,50 @@ def as_yaml(value: Any) -> str:
 
 def proposal(
     preset: str, values: Mapping[str, str], shape: ModelShape, cluster: Cluster
-) -> list[str]:
-    """What the stages need with these values of settings, which of them do not fit, and, if the
-    policy's training does, the command.
+) -> dict[str, Any]:
+    """What the stages need with these values of settings.
+
+    Returns:
+        `gigabytes`: by stage, and `all` of it; `too_large`: the stages that do not fit; `command`,
+        if the policy's training does, else `note` on what would; or only `error`: the settings do
+        not go together.
     """
     settings = [f"{key}={value}" for key, value in values.items()]
     try:
         params = resolve(preset, None, settings)
     except BadInput as error:
-        return [f"  these settings do not go together: {error}"]
+        return {"error": str(error)}
     needed = memory.gpu_needs(params, shape, cluster.bytes, cluster.all_gpus)
-    table = Table("stage", *memory.Need._fields, "all", box=SIMPLE_HEAD)
-    for stage, need in needed.items():
-        table.add_row(stage, *(f"{size / 1e9:.1f}" for size in (*need, sum(need))))
+    gigabytes = {
+        stage: {name: size / 1e9 for name, size in (need._asdict() | {"all": sum(need)}).items()}
+        for stage, need in needed.items()
+    }
     large = [stage for stage, need in needed.items() if sum(need) > USABLE * cluster.bytes]
-    shown = fitted_text(table, terminal_width(), keep=len(table.columns))
-    lines = [shown, *([f"  does not fit: {', '.join(large)}"] if large else [])]
+    answer: dict[str, Any] = {"gigabytes": gigabytes, "too_large": large}
     local = params.ppo.engine is Engine.local
     training = "ppo" if local else f"ppo by {params.ppo.engine.value}"
     if training not in large:
         words = [word for setting in settings for word in ("--set", setting)]
-        lines.append(f"  {shlex.join(['rondo', 'run', '--preset', preset, *words])}")
+        answer["command"] = shlex.join(["rondo", "run", "--preset", preset, *words])
     elif not local:
         fewest = [n for n in GPU_COUNTS if engine_fits(params, shape, cluster.bytes, n, 1)]
-        answer = f"takes {fewest[0]} of these GPUs" if fewest else "needs larger GPUs or less text"
-        lines.append(f"  {training} {answer}")
-    return lines
+        more = f"takes {fewest[0]} of these GPUs" if fewest else "needs larger GPUs or less text"
+        answer["note"] = f"{training} {more}"
+    return answer
+
+
+def proposal_lines(proposed: Mapping[str, Any]) -> list[str]:
+    """A `proposal` for a terminal."""
+    if "error" in proposed:
+        return [f"  these settings do not go together: {proposed['error']}"]
+    table = Table("stage", *memory.Need._fields, "all", box=SIMPLE_HEAD)
+    for stage, sizes in proposed["gigabytes"].items():
+        table.add_row(stage, *(f"{size:.1f}" for size in sizes.values()))
+    shown = fitted_text(table, terminal_width(), keep=len(table.columns))
+    large = proposed["too_large"]
+    below = [f"does not fit: {', '.join(large)}"] if large else []
+    below += [proposed[key] for key in ("command", "note") if key in proposed]
+    return [shown, *(f"  {line}" for line in below)]
 
 
 def engine_fits(params: Params, shape: ModelShape, gpu: float, gpus: int, episodes: int) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -22,10 +23,8 @@ ABOUT_RECORDED = (
 )
 
 
-def text(home: Path) -> str:
-    """A table with a row per stage and a column per round; below it the verdicts, and the runs."""
-    ended = ended_names()
-    rounds = [name for name in load_params().rounds if name not in ended]
+def states_by_stage(rounds: list[str], locks: Locks) -> dict[str, dict[str, str]]:
+    """By stage and round, the state; the round of a stage that runs once is empty."""
     current = running_stage()
     addresses = dvc_stages.stage_order(rounds) if current else []
     # `dvc status` fails while DVC runs: then all stages after the running one count as to do
@@ -33,19 +32,40 @@ def text(home: Path) -> str:
         todo = set(addresses[addresses.index(current) :])
     else:
         addresses, todo = dvc_stages.order_and_changes(rounds)
-    locks = current_locks()
+    by_stage: dict[str, dict[str, str]] = {}
+    for address in addresses:
+        stage, round_ = split_address(address)
+        by_stage.setdefault(stage, {})[round_] = state(address, current, todo, locks)
+    return by_stage
+
+
+def values() -> dict[str, Any]:
+    """For programs: `stages` (by name and round: done, to do, failed, recorded or runs...), `ended`
+    (names of rounds) and `verdicts` (lines, as in `text`).
+    """
+    ended, locks = ended_names(), current_locks()
+    rounds = [name for name in load_params().rounds if name not in ended]
+    return {
+        "stages": states_by_stage(rounds, locks),
+        "ended": sorted(ended),
+        "verdicts": diagnosis.verdict_lines(rounds, locks),
+    }
+
+
+def text(home: Path) -> str:
+    """A table with a row per stage and a column per round; below it the verdicts, and the runs."""
+    ended, locks = ended_names(), current_locks()
+    rounds = [name for name in load_params().rounds if name not in ended]
+    by_stage = states_by_stage(rounds, locks)
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
-    by_stage: dict[str, list[str]] = {}
-    for address in addresses:
-        by_stage.setdefault(split_address(address)[0], []).append(
-            state(address, current, todo, locks)
-        )
     for stage, states in by_stage.items():
-        table.add_row(stage, *states)
+        table.add_row(stage, *states.values())
     of_ended = [f"{name} has ended; {settings_path(name)}" for name in sorted(ended)]
-    recorded = [ABOUT_RECORDED] if any(RECORDED in states for states in by_stage.values()) else []
+    recorded = (
+        [ABOUT_RECORDED] if any(RECORDED in states.values() for states in by_stage.values()) else []
+    )
     table_text, verdict_lines = tables.render_text(table), diagnosis.verdict_lines(rounds, locks)
     lines = [table_text, *recorded, *of_ended, *verdict_lines]
     lines += ["All numbers: `rondo report`; in the browser: `rondo up`."]

@@ -1,10 +1,12 @@
 """Numbers as text: intervals, tables, short hashes."""
 
+import json
+import math
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -66,6 +68,20 @@ def shortened(line: str, width: int | None) -> str:
     if width is None or cell_len(line) <= width:
         return line
     return f"{set_cell_size(line, width - 1)}…"
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON, for programs; a number that is not finite is null."""
+    print(json.dumps(finite(value), ensure_ascii=False))
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def filled(text: str, width: int | None, first: str = "", others: str = "") -> str:

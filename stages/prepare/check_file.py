@@ -4,6 +4,7 @@ Run: `rondo check-data SOURCE`.
 """
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -36,13 +37,14 @@ MIN_PAIRS = 50  # for shortcuts: with fewer, an accuracy is not meaningful
 SHOWN_ROWS, SHOWN_CHARACTERS = 3, 300  # as the model sees them
 
 
-def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
+def check_data(named: str, split: str, columns: Mapping[str, str], as_json: bool = False) -> int:
     """Print the report on a source.
 
     Args:
         named: a file, a folder, or a data set of the hub.
         split: of a folder or a data set.
         columns: its names of columns (`prepare.sources[].columns`).
+        as_json: one object: `rows`, `usable`, `about` (the lines by name), `bad` (where and why).
 
     Returns:
         The exit code: 2 if no row can be used, else 0; bad rows are left out of a run, too.
@@ -67,6 +69,14 @@ def check_data(named: str, split: str, columns: Mapping[str, str]) -> int:
     } | refused_by_template(rows, rendering)
     bad += [(rows[index]["where"], defect) for index, defect in excluded.items()]
     usable = len(rows) - len(excluded)
+    if as_json:
+        about: dict[str, list[str]] = {}
+        for name, text in describe(parsed, rows, source):
+            about.setdefault(name or [*about][-1], []).append(text)
+        defects = [{"where": location, "defect": str(defect)} for location, defect in bad]
+        result = {"rows": len(raw_rows), "usable": usable, "about": about, "bad": defects}
+        print(json.dumps(result, ensure_ascii=False))
+        return 0 if usable else EXIT_UNUSABLE
     print(f"{named}: {len(raw_rows)} rows, {usable} of them can be used")
     shown = shown_rows(raw_rows, source, rendering) if rows else ()
     for name, text in itertools.chain(describe(parsed, rows, source), shown):

@@ -74,6 +74,17 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ab22" in output and "aa11" not in output
 
 
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rondo("list", "--cause", "blind_spot", "--json") == 0
+    [case] = json.loads(capsys.readouterr().out)
+    assert (case["id"], case["state"], case["response"]) == ("ab22", "open", " was. Enjoy!")
+    assert rondo("show", "aa", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tries"][1]["round"] == "r1"
+    assert rondo("show", "zz", "--json") == 2
+    error = json.loads(capsys.readouterr().out)
+    assert (error["error"], error["exit_code"]) == ("BadInput", 2) and "zz" in error["message"]
+
+
 @pytest.mark.parametrize(("columns", "shown"), [(80, 6), (120, 9)])
 def test_the_list_fits_the_terminal(columns: int, shown: int) -> None:
     """Each badcase is one line with its prompt; the last columns are in wide terminals only."""
@@ -106,7 +117,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward: 1.250" in lines and "KL from SFT, nats: -" in lines
     assert "failed retests: r0 3/4, r1 0/4" in lines
     assert lines[-2].startswith("With the training rows made of it: reports/badcases.html#aa11")
-    assert lines[-1] == "As JSON lines, for scripts: rounds/r1/replay/data/badcases.jsonl"
+    assert lines[-1] == "As JSON, for scripts: --json; all: rounds/r1/replay/data/badcases.jsonl"
     assert rondo("show", "cc33") == 0
     output = capsys.readouterr().out
     assert "Reported by ada in r0" in output and "  \\x1b[2J ü\n" in output

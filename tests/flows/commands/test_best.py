@@ -1,5 +1,6 @@
 """`rondo best`, against a real MLflow database."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_policies_of_all_runs_best_first_under_a_kl(
         "`rondo compare three:r0 two:r0`"
     )
     assert [line.split()[0] for line in best(capsys, "--kl", "0.53")[1][2:-1]] == ["three"]
+    [table] = json.loads(best(capsys, "--json")[1][0])
+    assert {*table} == {"evaluation_id", "lineage", "of_this_folder", "policies"}
+    assert [
+        (one["run"], one["round"], one["metrics"]["win_rate"], one["selected"], one["seed"])
+        for one in table["policies"]
+    ] == [
+        ("three", "r0", 0.9, False, "7"),
+        ("two", "r0", 0.85, True, "7"),
+        ("three", "r0", 0.8, True, "7"),
+    ]
     assert [line.split()[3] for line in best(capsys, "--kl", "0.7")[1][2:-1]] == [
         "0.950",
         "0.900",

@@ -113,6 +113,13 @@ def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
     page = "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22"  # ["
     assert f"the same numbers in MLflow (after `rondo up`): {page}" in lines[-2]
     assert not {*'"[]'} & {*lines[-2]} and not {*'"[]'} & {*lines[-1]}
+    values = json.loads(compare(capsys, "one", "two-after:r0", "--json")[1])
+    assert (values["a"], values["b"]) == ("one-before:r0", "two-after:r0")
+    assert values["settings"] == {"ppo.kl_coef": ["0.11", "0.3"]}
+    assert values["metrics"]["KL from SFT, nats"] == [6.0, 6.0]
+    assert values["gains"]["judge score, B - A [95%]"] == pytest.approx(
+        [0.1533, 0.01, 0.4], abs=1e-3
+    )
     # a database of the user's, which `rondo up` does not serve
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
     assert " in MLflow: " not in compare(capsys, "one", "two-after:r0")[1]

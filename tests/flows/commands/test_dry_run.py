@@ -1,5 +1,6 @@
 """`rondo run --dry-run` names the stages that the run itself would find."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def test_an_unchanged_project_has_nothing_to_do(finished_project, capsys):
         "to do: nothing; all 5 stages are up to date",
     ]
     assert state_of(finished_project) == before
+
+
+def test_json(finished_project, capsys):
+    assert cli.exit_code([*DRY, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values == {
+        **{"changes": [], "ended": [], "would_run": [], "engine_commands": []},
+        "needs": ["to do: nothing; all 5 stages are up to date"],
+    }
+    assert cli.exit_code([*DRY, "--json", "--set", "seed=5"]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert changed["changes"] == ["seed 0 -> 5"] and "sft@r0" in changed["would_run"]
+    assert cli.exit_code(["status", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["stages"]["sft"] == {"r0": "done"} and status["stages"]["assets"] == {"": "done"}
+    assert status["ended"] == []
+    assert cli.exit_code(["run", "--json"]) == 2
+    assert "--json is of --dry-run" in json.loads(capsys.readouterr().out)["message"]
 
 
 def change_code() -> None:

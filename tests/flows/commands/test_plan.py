@@ -1,6 +1,7 @@
 """`rondo plan`: its answer, and that the command which it prints is one."""
 
 import argparse
+import json
 import shlex
 
 import pytest
@@ -48,6 +49,19 @@ def all_of(output: str, stage: str) -> list[float]:
 )
 def test_a_cluster_is_parsed(text, nodes, gpus, gigabytes):
     assert parse_cluster(text) == pytest.approx((nodes, gpus, gigabytes * 1e9))
+
+
+def test_the_plan_as_json(capsys):
+    shown = plan(capsys, "--model", "8b", "--gpus", "8x80")
+    values = json.loads(plan(capsys, "--model", "8b", "--gpus", "8x80", "--json"))
+    assert values["weights"] == pytest.approx(8.03e9, rel=1e-3)
+    engine, own = values["proposals"].values()
+    for proposed in (engine, own):
+        sizes = proposed["gigabytes"]["evaluate"]
+        assert sizes["all"] == pytest.approx(sum(sizes.values()) - sizes["all"])
+        assert f"does not fit: {', '.join(proposed['too_large'])}" in shown
+        assert proposed["command"] in shown
+    assert all_of(shown, "sft")[0] == pytest.approx(engine["gigabytes"]["sft"]["all"], abs=0.05)
 
 
 @pytest.mark.parametrize("columns", [80, 120])

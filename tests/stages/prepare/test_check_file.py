@@ -45,6 +45,16 @@ TALK = {
 }
 
 
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "mine.jsonl", [*PAIRS, {"unknown": 1}])
+    assert check_data(file, "train", {}, as_json=True) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["usable"]) == (len(PAIRS) + 1, len(PAIRS))
+    [bad] = result["bad"]
+    assert bad["where"].endswith(f"mine.jsonl:{len(PAIRS) + 1}") and bad["defect"]
+    assert len(result["about"]["form"]) == 2 and "kind" in result["about"]
+
+
 def test_a_clean_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         *PAIRS[:-1],
