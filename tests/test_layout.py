@@ -258,11 +258,11 @@ def test_an_edit_reruns_the_stages_that_run_the_code(
     assert stages_rerun_by(edited, copied) == stages
 
 
-def test_contributing_names_what_is_in_the_files() -> None:
-    """Each "`name` in `file.py`" of CONTRIBUTING.md."""
-    named = re.findall(
-        r"`(\w+)` in\s+`((?:stages|flows)/[\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()
-    )
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "AGENTS.md"])
+def test_a_page_names_what_is_in_the_files(page: str) -> None:
+    """Each "`name` in `file.py`"."""
+    in_file = r"`(\w+)` in\s+`((?:stages|flows|tests)/[\w/]+\.py)`"
+    named = re.findall(in_file, (ROOT / page).read_text())
     assert len(named) > 5
     defined = r"^\s*(?:def|class) {0}\b|^\s*{0}\b.*="
     missing = [

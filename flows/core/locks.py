@@ -73,7 +73,7 @@ def current_locks(unfinished: Collection[str] = ()) -> dict[str, dict[str, Any]]
         if _has_stopped(address)
         or (
             split_address(address)[1] not in ended
-            and (address in unfinished or not has_read(entry, md5s) or not _has_metrics(entry))
+            and (address in unfinished or not has_read(entry, md5s) or not has_metrics(entry))
         )
     }
     while dependents := {
@@ -97,7 +97,7 @@ def has_read(lock: Mapping[str, Any], md5s: Mapping[str, str]) -> bool:
     return all(md5s.get(dep["path"], dep["md5"]) == dep["md5"] for dep in lock.get("deps", []))
 
 
-def _has_metrics(lock: Mapping[str, Any]) -> bool:
+def has_metrics(lock: Mapping[str, Any]) -> bool:
     """Whether the metrics.json of a stage, if it makes one, is the recorded one."""
     recorded = {Path(out["path"]): out["md5"] for out in lock.get("outs", [])}
     return all(

@@ -113,7 +113,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         run=run_of_folder(),
         complete=all(is_here(lock) for result in results for lock in result.locks.values()),
         table=summary.rows(names, locks),
-        notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
+        notes=summary.notes(names, locks),
         charts=charts_by_stage,
         chart_data={"config": charts.CONFIG, "specs": specs},
         library=Markup(charts.library()) if specs else "",

@@ -6,6 +6,7 @@ into the report.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from filelock import FileLock
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.locks import Locks
+from flows.core.locks import METRICS, Locks, has_metrics
 from flows.core.services import HOME
 from flows.core.tables import filled, fitted_text, render_text, terminal_width
 from flows.report.diagnosis import EQUAL_KL, verdict_lines
@@ -29,7 +30,13 @@ from flows.report.round_files import (
 from stages.evaluate.comparability import differences
 from stages.gate.thresholds import format_threshold
 from stages.gate.verdict import bound_of, look_up
-from stages.lib.core.files import ASSETS, REPORTS, remove_unfinished, write_text
+from stages.lib.core.files import (
+    ASSETS,
+    REPORTS,
+    remove_unfinished,
+    stage_dir,
+    write_text,
+)
 from stages.lib.core.reading import read_text
 from stages.lib.thresholds import THRESHOLDS
 
@@ -279,6 +286,55 @@ def not_comparable(rounds: list[str], locks: Locks) -> list[str]:
     return lines
 
 
+def other_gates(rounds: list[str]) -> list[str]:
+    """A line for each round whose gates had other thresholds than those of the round before."""
+    gates = [flat("gates", settings_of(name).gates.model_dump(mode="json")) for name in rounds]
+    return [
+        f"{name}: its gates had other thresholds than {before}'s ({'; '.join(changed)})"
+        for (before, old), (name, new) in pairwise(zip(rounds, gates, strict=True))
+        if (changed := differences(old, new))
+    ]
+
+
+def flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values by their keys of params.yaml."""
+    return {
+        key: one
+        for name, value in values.items()
+        for key, one in (
+            flat(f"{prefix}.{name}", value)
+            if isinstance(value, Mapping)
+            else {f"{prefix}.{name}": value}
+        ).items()
+    }
+
+
+def edited_metrics(rounds: list[str], locks: Locks) -> list[str]:
+    """A line for each metrics.json of an ended round that is not the one that its stage wrote.
+
+    Those of other rounds are no results (flows/core/locks.py).
+    """
+    return [
+        f"{stage_dir(name, stage) / METRICS}: not the one that dvc.lock records: restore it "
+        f"(`git checkout` or `rondo run --rerun {name}`)"
+        for name in rounds
+        for stage in STAGES
+        if not has_metrics(locks.get(f"{stage}@{name}", {}))
+    ]
+
+
+def notes(rounds: list[str], locks: Locks) -> list[str]:
+    """What a reader of the table has to know: which numbers are not comparable or edited, and who
+    judged.
+    """
+    return [
+        *not_comparable(rounds, locks),
+        *other_gates(rounds),
+        *edited_metrics(rounds, locks),
+        *judge_lines(rounds, locks),
+    ]
+
+
 class Cell(NamedTuple):
     """A number of a round as text, and the sign of its change since the round before; may be empty.
 
@@ -442,8 +498,8 @@ def markdown(rounds: list[str], locks: Locks) -> str:
     """The answers, then the table, for reports/summary.md."""
     answers = [f"- {line}" for line in verdict_lines(rounds, locks)]
     shown = render_text(table(rounds, locks, markdown=True))
-    notes = [*not_comparable(rounds, locks), *judge_lines(rounds, locks)]
-    return "\n".join([*answers, "", shown, "", *(f"- {note}" for note in notes), ""])
+    below = (f"- {note}" for note in notes(rounds, locks))
+    return "\n".join([*answers, "", shown, "", *below, ""])
 
 
 def text(rounds: list[str], locks: Locks) -> str:
@@ -455,8 +511,7 @@ def text(rounds: list[str], locks: Locks) -> str:
     fitting = len(rounds) if width is None else max(1, (width - TITLE_WIDTH) // ROUND_WIDTH)
     shown = fitted_text(table(rounds[-fitting:], locks), width, keep=2)
     earlier = [f"Earlier rounds: {SUMMARY}"] if fitting < len(rounds) else []
-    notes = [*earlier, *not_comparable(rounds, locks), *judge_lines(rounds, locks)]
-    lines = [*notes, *verdict_lines(rounds, locks), NEXT]
+    lines = [*earlier, *notes(rounds, locks), *verdict_lines(rounds, locks), NEXT]
     return "\n".join([shown, "", *(filled(line, width) for line in lines)])
 
 

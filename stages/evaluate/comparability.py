@@ -7,6 +7,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import json_hash, read_json, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import ZERO_SHOT
+from stages.lib.core.user_inputs import input_hashes
 from stages.lib.data.splits import evaluation_hash
 
 Settings = Mapping[str, Any]  # `evaluation_hash`, and values by key of params.yaml
@@ -33,6 +34,9 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
     """All settings that an evaluation's numbers depend on, except the models.
 
     eval_hash: see `eval_set_hash`.
+
+    Raises:
+        BadInput: a file of a judge is missing.
     """
     endpoint_keys = ("base_url", "max_completion_tokens", "model", "rubric")
     endpoints = {
@@ -42,9 +46,11 @@ def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
     }
     config = params.evaluate
     zero_shot = config.zero_shot.model_dump() if ZERO_SHOT in config.judges else {}
+    files = input_hashes(params)["judges"]  # another function of the same name is another judge
     return {
         "evaluation_hash": eval_hash,
         "evaluate.judges": params.evaluate.judges,
+        **({"files of evaluate.judges": json_hash(files)[:16]} if files else {}),
         **endpoints,
         "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
         "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,

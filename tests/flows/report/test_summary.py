@@ -10,6 +10,7 @@ import pytest
 from flows import cli
 from flows.core import tables
 from flows.report import round_files, summary
+from stages.lib.core.files import write_text
 from tests.flows.report.reading import all_ran
 from tests.verdicts import failed_check
 
@@ -140,6 +141,30 @@ def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: fl
         files / f"rounds/{name}/evaluate/manifest.json",
         {"evaluation_id": id_, "evaluation": {"ppo.temperature": temperature, "seed": 0}},
     )
+
+
+def test_a_round_with_other_thresholds_is_marked(files: Path) -> None:
+    text = (files / "params.yaml").read_text()
+    write_text(files / "rounds/r0/params.yaml", text)
+    write_text(files / "rounds/r1/params.yaml", f"{text}gates: {{promote: {{win_rate: 0.4}}}}\n")
+    assert not any("thresholds" in line for line in summary.notes(["r0", "r2"], LOCKS))
+    lines = [line for line in summary.notes(["r0", "r1", "r2"], LOCKS) if "thresholds" in line]
+    assert lines == [
+        "r1: its gates had other thresholds than r0's (gates.promote.win_rate 0.5 and 0.4)",
+        "r2: its gates had other thresholds than r1's (gates.promote.win_rate 0.4 and 0.5)",
+    ]
+
+
+def test_edited_numbers_of_an_ended_round_are_marked(files: Path) -> None:
+    """Those of another round are no results: tests/flows/core/test_locks.py."""
+    path = Path("rounds/r0/evaluate/metrics.json")
+    recorded = {"path": str(path), "md5": hashlib.md5(path.read_bytes()).hexdigest()}
+    locks = LOCKS | {"evaluate@r0": {"outs": [recorded]}}
+    assert summary.edited_metrics(["r0"], locks) == []
+    write(path, METRICS["evaluate"] | {"win_rate": 0.99})
+    [line] = summary.edited_metrics(["r0"], locks)
+    assert line.startswith(f"{path}: not the one that dvc.lock records")
+    assert line in summary.notes(["r0"], locks)
 
 
 def test_numbers_of_other_evaluations_are_in_rows_of_their_own(files: Path) -> None:

@@ -1,5 +1,7 @@
 """Which settings make two evaluations comparable."""
 
+from pathlib import Path
+
 import pytest
 
 from stages.evaluate.comparability import (
@@ -42,6 +44,22 @@ def test_settings_that_change_no_number_do_not():
     assert settings(evaluate=lexicon) == settings(evaluate=other_question)
     # the order of keys is of no effect
     assert evaluation_id(dict(reversed(same.items()))) == evaluation_id(same)
+
+
+def test_an_edited_judge_of_the_same_name_is_another_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = {"judges": ["taste:score"]}
+    made = []
+    for value in (0.0, 1.0, 0.0):
+        code = f"def score(prompts, responses):\n    return [{value}] * len(prompts)\n"
+        Path("taste.py").write_text(code)
+        made.append(settings(evaluate=mine))
+    before, edited, restored = made
+    assert differences(before, restored) == []
+    [line] = differences(before, edited)
+    assert line.startswith("files of evaluate.judges")
 
 
 def test_a_language_model_that_judges_is_part_of_the_evaluation():

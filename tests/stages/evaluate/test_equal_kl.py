@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from stages.evaluate.__main__ import main
@@ -92,3 +93,13 @@ def test_policies_with_as_much_kl_are_compared_as_they_are(evaluate_rounds):
     assert "equal_kl" not in metrics and metrics["equal_kl_scale"] == 1.0
     for end in ("", "_low", "_high"):
         assert metrics[f"win_rate_champion_equal_kl{end}"] == metrics[f"win_rate_champion{end}"]
+
+
+def test_a_copy_of_the_champion_gains_nothing(evaluate_rounds):
+    metrics = evaluate_rounds(0.2, 0.2)
+    paths = [
+        Path("rounds") / name / "ppo/policy/adapter_model.safetensors" for name in ("r0", "r1")
+    ]
+    torch.testing.assert_close(*map(load_file, paths))
+    ends = [metrics[f"win_rate_champion{end}"] for end in ("", "_low", "_high")]
+    assert ends == [0.5, 0.5, 0.5]
