@@ -37,6 +37,7 @@ from stages.lib.core.files import (
     stage_dir,
     write_text,
 )
+from stages.lib.core.params import flatten
 from stages.lib.core.reading import read_text
 from stages.lib.thresholds import THRESHOLDS
 
@@ -288,25 +289,15 @@ def not_comparable(rounds: list[str], locks: Locks) -> list[str]:
 
 def other_gates(rounds: list[str]) -> list[str]:
     """A line for each round whose gates had other thresholds than those of the round before."""
-    gates = [flat("gates", settings_of(name).gates.model_dump(mode="json")) for name in rounds]
+    gates = [
+        dict(flatten(settings_of(name).gates.model_dump(mode="json"), "gates.", "."))
+        for name in rounds
+    ]
     return [
         f"{name}: its gates had other thresholds than {before}'s ({'; '.join(changed)})"
         for (before, old), (name, new) in pairwise(zip(rounds, gates, strict=True))
         if (changed := differences(old, new))
     ]
-
-
-def flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by their keys of params.yaml."""
-    return {
-        key: one
-        for name, value in values.items()
-        for key, one in (
-            flat(f"{prefix}.{name}", value)
-            if isinstance(value, Mapping)
-            else {f"{prefix}.{name}": value}
-        ).items()
-    }
 
 
 def edited_metrics(rounds: list[str], locks: Locks) -> list[str]:
