@@ -471,6 +471,8 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
             from flows.report import people  # imports torch
 
             lines += people.all_lines(name)
+        elif votes and name == rounds[-1]:
+            lines.append(f"{name}: no person has judged it yet: `rondo label {name}`")
     source = ASSETS / "data/SOURCE.txt"
     notes = read_text(source, restore(source)).splitlines() if source.exists() else []
     return [*lines, *(note for note in notes if note.startswith("Labels: "))]

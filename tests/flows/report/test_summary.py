@@ -260,5 +260,7 @@ def test_a_win_rate_is_shown_with_its_judges_and_the_source_of_the_labels(files:
         "Labels: by the judge itself.",
     ]
     assert summary.judge_lines(["r0", "r1"], LOCKS) == expected
+    of_people = "r0: no person has judged it yet: `rondo label r0`"
+    assert summary.judge_lines(["r0"], LOCKS) == [expected[0], of_people, expected[1]]
     assert all(line in summary.markdown(["r0"], LOCKS) for line in expected)
     assert all(line in summary.text(["r0"], LOCKS) for line in expected)
