@@ -1,5 +1,6 @@
 """The server of `rondo label`: one page, and what it requests."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -12,6 +13,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.html import render_page
 
 PATH = "/rondo/label"
+MAX_BODY_BYTES = 64 * 1024  # of a request; a note has 2,000 characters
 # Texts come as JSON and are shown as text: none of them is in the page's HTML
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -39,6 +41,16 @@ def make_app(session: Session, person: str, login: Login) -> FastAPI:
 
     app = FastAPI(title="rondo label", docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(prefix=PATH, dependencies=[Depends(only_logged_in)])
+
+    @app.middleware("http")
+    async def small_requests_only(
+        request: Request, following: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """FastAPI reads a body before it knows who sent it."""
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or int(length) > MAX_BODY_BYTES:
+            return JSONResponse({"detail": f"more than {MAX_BODY_BYTES} bytes"}, 413)
+        return await following(request)
 
     @app.exception_handler(BadInput)
     async def bad_input(_: Request, error: BadInput) -> JSONResponse:

@@ -168,6 +168,14 @@ def test_bad_answers_are_refused_and_write_nothing(client: TestClient, body: Any
     assert people.read_labels("r0") == []
 
 
+def test_a_large_request_is_not_read(client: TestClient) -> None:
+    """Not even of somebody who has not logged in."""
+    large = b"a" * (64 * 1024 + 1)
+    assert client.post(f"{PATH}/answer", content=large).status_code == 413
+    assert client.post(f"{PATH}/answer", content=iter([large])).status_code == 413
+    assert client.post(f"{PATH}/answer", content=b"{}").status_code in (401, 422)
+
+
 @pytest.fixture
 def server(project: Path) -> "Iterator[subprocess.Popen[str]]":
     main = "from flows.cli import main; main()"
