@@ -11,6 +11,7 @@ from flows.report.people import Comparison, Label, Of, Verdict
 from flows.report.round_files import label_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_jsonl, write_text
+from stages.lib.metrics.stats import corrected_mean
 from stages.replay.badcases import Badcase, ledger_path
 from tests.flows.report.reading import all_ran
 
@@ -72,6 +73,14 @@ def test_people_correct_a_jury_that_always_prefers_the_policy() -> None:
     result = people.results(compared, labels, Of.evaluation)
     assert result is not None and result.corrected is not None
     assert result.corrected[0] == pytest.approx(0.25)
+    # the labelled comparisons are not counted among the others, on which the jury is alone
+    votes = [*[1.0, 0.0] * 20, *[1.0] * 60]
+    compared = [comparison(i, together=vote) for i, vote in enumerate(votes)]
+    labels = [label(one, F if i % 3 else S) for i, one in enumerate(compared[:40])]
+    result = people.results(compared, labels, Of.champion)
+    outcomes = [float(i % 3 > 0) for i in range(40)]
+    assert result is not None
+    assert result.corrected == corrected_mean(outcomes, votes[:40], votes[40:])
     # of pairs and badcases, which are no random sample of prompts, there is none
     assert people.results(compared, labels, Of.badcases).corrected is None  # type: ignore[union-attr]
 
@@ -89,10 +98,11 @@ def rounds(project: Path) -> Path:
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", rows)
     pairs = [
         {"id": name, "prompt": name, "chosen": f"{name} good", "rejected": f"{name} bad"}
-        for name in ("far", "near")
+        for name in ("far", "near", "reversed")
     ]
     write_jsonl(stage_dir("r0", "prepare") / "data/pairs_eval.jsonl", pairs)
     scores = [{"id": "far", "chosen": 3.0, "rejected": 1.0}]
+    scores.append({"id": "reversed", "chosen": -1.0, "rejected": 2.0})
     scores.append({"id": "near", "chosen": 1.0, "rejected": 1.5})
     write_jsonl(stage_dir("r0", "reward") / "scores.jsonl", scores)
     case = Badcase(
@@ -116,9 +126,9 @@ def test_what_there_is_to_compare() -> None:
     assert champion.texts == ("p", "c") and champion.votes == {"together": 0.0}
     [case] = people.comparisons("r0", Of.badcases)
     assert case.texts == ("bad", "fine") and case.votes == {"together": 0.0}
-    near, far = people.comparisons("r0", Of.pairs)
+    near, far, reversed_ = people.comparisons("r0", Of.pairs)
     assert near.texts == ("near good", "near bad") and near.votes == {"the reward model": 0.0}
-    assert far.votes == {"the reward model": 1.0}
+    assert far.votes == {"the reward model": 1.0} != reversed_.votes
 
 
 def test_a_round_without_texts_says_which_stage_makes_them(project: Path) -> None:
