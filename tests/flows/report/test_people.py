@@ -76,9 +76,11 @@ def test_people_correct_a_jury_that_always_prefers_the_policy() -> None:
     # the labelled comparisons are not counted among the others, on which the jury is alone
     votes = [*[1.0, 0.0] * 20, *[1.0] * 60]
     compared = [comparison(i, together=vote) for i, vote in enumerate(votes)]
-    labels = [label(one, F if i % 3 else S) for i, one in enumerate(compared[:40])]
+    outcomes = [vote if i % 5 else 1 - vote for i, vote in enumerate(votes[:40])]
+    labels = [
+        label(one, F if outcome else S) for one, outcome in zip(compared, outcomes, strict=False)
+    ]
     result = people.results(compared, labels, Of.champion)
-    outcomes = [float(i % 3 > 0) for i in range(40)]
     assert result is not None
     assert result.corrected == corrected_mean(outcomes, votes[:40], votes[40:])
     # of pairs and badcases, which are no random sample of prompts, there is none
