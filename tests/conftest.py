@@ -66,6 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
 
 
+@pytest.fixture(autouse=True)
+def forget_modules_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module that a test writes and imports is that test's alone: the next one may write another
+    of the same name.
+    """
+    known = {*sys.modules}
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name in {*sys.modules} - known:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that has a folder built once in a session, by the first worker that needs it, and
