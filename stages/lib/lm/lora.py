@@ -17,6 +17,7 @@ from peft import (
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
+    load_peft_weights,
 )
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -28,6 +29,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.model_folders import FIX, check_weights, damage_named, tensor_names
 from stages.lib.core.params.shared import LoraParams
 
+ADAPTER = "adapter_model.safetensors"  # the file of the weights
 Matrices = tuple[Tensor, Tensor]  # A (r, in) and scaled B (out, r), in the dtype of computation
 
 
@@ -211,13 +213,37 @@ def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> 
     return get_peft_model(model, lora_config(params, task_type, model)) if params.r else model
 
 
+def adapter_config(folder: Path) -> PeftConfig:
+    """The config of the adapter saved in `folder`.
+
+    Raises:
+        BadInput: it is damaged.
+    """
+    with damage_named(folder):
+        return with_fused_linear(PeftConfig.from_pretrained(str(folder)))
+
+
+def adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the adapter saved in `folder`, on the CPU.
+
+    Raises:
+        BadInput: they are missing or damaged.
+    """
+    path = folder / ADAPTER
+    if not path.exists():  # peft would look for it on the hub
+        raise BadInput(f"{path} is missing; {FIX}")
+    with damage_named(folder):
+        weights: dict[str, torch.Tensor] = load_peft_weights(str(folder), device="cpu")
+        return weights
+
+
 def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
     """The model with the adapter saved in `folder`."""
+    config = adapter_config(folder)
     with damage_named(folder):
-        config = with_fused_linear(PeftConfig.from_pretrained(str(folder)))
         adapted = PeftModel.from_pretrained(model, str(folder), config=config)
         own = set(get_peft_model_state_dict(adapted))
-        weights = folder / "adapter_model.safetensors"
+        weights = folder / ADAPTER
         saved = tensor_names(weights) if weights.exists() else own
         # peft itself only warns
         check_weights(folder, own - saved, saved - own)

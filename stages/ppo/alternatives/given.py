@@ -5,13 +5,7 @@ that evaluation, gate, replay and the next round work on it.
 from pathlib import Path
 from typing import Any
 
-from peft import (
-    PeftConfig,
-    get_peft_model,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, stage_dir
@@ -19,7 +13,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.lm.loading import check_same_tokens
-from stages.lib.lm.lora import is_adapter, with_fused_linear
+from stages.lib.lm.lora import adapter_config, adapter_weights, is_adapter
 from stages.ppo.alternatives.stage import (
     PolicyRun,
     finish,
@@ -68,7 +62,7 @@ def as_before_training(sft: Any, folder: Path) -> Any:
     """
     if not is_adapter(folder):
         return sft
-    config = with_fused_linear(PeftConfig.from_pretrained(str(folder)))
+    config = adapter_config(folder)
     config.inference_mode = False
     try:
         return get_peft_model(sft, config)
@@ -85,7 +79,7 @@ def take(policy: Any, folder: Path, params: ModelParams) -> None:
     try:
         if not is_adapter(folder):
             return load_weights(policy, folder, params)
-        weights = load_peft_weights(str(folder), device="cpu")
+        weights = adapter_weights(folder)
         if shapes(weights) != shapes(get_peft_model_state_dict(policy)):
             raise KeyError("its adapter has other layers or shapes")
         set_peft_model_state_dict(policy, weights)

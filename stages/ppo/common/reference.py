@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    PeftConfig,
-    PeftModel,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from stages.lib.core.errors import BadInput, RondoError
@@ -24,7 +18,7 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.loading import load_causal_lm
-from stages.lib.lm.lora import adapter_disabled, is_adapter
+from stages.lib.lm.lora import adapter_config, adapter_disabled, adapter_weights, is_adapter
 from stages.lib.lm.packing import (
     Packed,
     can_start_from_states,
@@ -131,9 +125,9 @@ def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
         KeyError, RuntimeError: the models differ in their weights' names or shapes.
     """
     if is_adapter(folder) and hasattr(policy, "peft_config"):
-        weights = load_peft_weights(str(folder), device="cpu")
+        weights = adapter_weights(folder)
         own = get_peft_model_state_dict(policy)
-        scaling = PeftConfig.from_pretrained(str(folder)).lora_alpha
+        scaling = adapter_config(folder).lora_alpha
         if shapes(weights) == shapes(own) and scaling == policy.active_peft_config.lora_alpha:
             set_peft_model_state_dict(policy, weights)
             return

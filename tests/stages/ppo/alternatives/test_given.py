@@ -93,6 +93,24 @@ def test_an_adapter_of_another_model_is_refused(trained: Params, changed: str) -
         main(given(trained, "mine"), "r0")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_config.json", b"{", r"mine/adapter_config\.json"),
+        (ADAPTER, b"cut", rf"mine/{ADAPTER}: no safetensors file"),
+        (ADAPTER, None, rf"mine/{ADAPTER} is missing"),
+    ],
+)
+def test_a_damaged_adapter_is_named(
+    trained: Params, file: str, content: bytes | None, message: str
+) -> None:
+    Path("mine", file).unlink()
+    if content is not None:
+        Path("mine", file).write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        main(given(trained, "mine"), "r0")
+
+
 def test_a_model_with_more_layers_is_refused(trained: Params) -> None:
     """Not cut to the layers that the SFT model has."""
     model = AutoModelForCausalLM.from_pretrained(SFT)
