@@ -176,7 +176,8 @@ def failed_responses(round_: str) -> list[Comparison]:
     return [
         Comparison(case.prompt, ("ppo", "sft"), (case.response, case.sft), case.votes)
         for case in read_ledger(round_)
-        if case.round == round_ and case.policy and case.sft is not None
+        # an empty response cannot become a report
+        if case.round == round_ and case.policy and case.response and case.sft is not None
     ]
 
 

@@ -113,7 +113,8 @@ def rounds(project: Path) -> Path:
         **{"sft": "fine", "votes": {"together": 0.0}},
     )
     reported = case.model_copy(update={"id": "d", "policy": None, "response": "by a person"})
-    cases = [one.model_dump(mode="json") for one in (case, reported)]
+    empty = case.model_copy(update={"id": "e", "response": ""})
+    cases = [one.model_dump(mode="json") for one in (case, reported, empty)]
     write_jsonl(ledger_path("r0"), cases)
     return project
 
