@@ -1,18 +1,16 @@
 """`rondo label`: serve the page on which people compare responses, until Ctrl-C."""
 
-import secrets
 from contextlib import chdir
 from pathlib import Path
 
 from flows.core.git import person
 from flows.core.login import Login
-from flows.core.services import HOME, HOST
+from flows.core.services import HOME, HOST, listen, new_auth
 from flows.execution.worktree import folder_of_run
 from flows.labelling.pages import PATH, make_app
 from flows.labelling.session import Session
 from flows.report.people import Of, lines
 from flows.report.round_files import label_path
-from flows.serving.server import listen
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import load_params
 
@@ -35,7 +33,7 @@ def serve_labels(
         session = Session(round_, of, count)
         listener = listen(HOST, port)
         port = listener.getsockname()[1]
-        auth = f"rondo:{secrets.token_urlsafe(24)}"
+        auth = new_auth()
         app = make_app(session, person(by), Login(port, auth, PATH))
         print(f"{len(session.comparisons)} comparisons: open http://{HOST}:{port}/rondo#{auth}")
         print("Ctrl-C ends it; what was judged is kept, and it resumes there")

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -120,7 +121,7 @@ def last_servers(home: Path = HOME) -> Servers:
 
 
 def new_auth() -> str:
-    """A random string for Prefect's API."""
+    """A random string for Prefect's API, or for the login of our own pages."""
     return f"rondo:{secrets.token_urlsafe(32)}"
 
 
@@ -262,3 +263,17 @@ def is_up(url: str) -> bool:
             return bool(response.status == 200)
     except (OSError, ValueError):
         return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; bound before slow work, so that a taken port is found at once.
+
+    Raises:
+        BadInput: the address cannot be used.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"--host {host} --port {port}: {reason}: choose another") from None

@@ -61,7 +61,7 @@ def make_app(session: Session, person: str, login: Login) -> FastAPI:
         if not login.accepted(request):
             return logged_out()
         html = render_page(
-            "flows.labelling",
+            "flows.report",
             "label.html.jinja",
             {},
             path=PATH,

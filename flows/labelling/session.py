@@ -123,9 +123,8 @@ class Session:
     def undo(self, by: str) -> dict[str, Any]:
         """Remove the person's last label; returns what is `following`, that comparison."""
         with labels_lock():
-            labels = people.read_labels(self.round)
-            own = [label for label in labels if label.by == by and label.id in self.by_id]
-            people.write_labels(self.round, [label for label in labels if label not in own[-1:]])
+            last, labels = self.labels_of(by)[-1:], people.read_labels(self.round)
+            people.write_labels(self.round, [label for label in labels if label not in last])
         return self.following(by)
 
     def finish(self, by: str) -> list[str]:

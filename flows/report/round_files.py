@@ -4,12 +4,12 @@ Only files of stages in `locks` are read (`flows.core.locks.current_locks`), and
 rounds: other files are those of an earlier run.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
 from flows.core.addresses import split_address
 from flows.core.locks import Locks
+from flows.core.tables import finite
 from flows.core.verdicts import read_gate
 from stages.gate.thresholds import GATE_STAGES
 from stages.gate.verdict import evaluate_gate, metric_value
@@ -87,11 +87,6 @@ def verdicts(round_: str, locks: Locks) -> dict[str, dict[str, Any]]:
         ):
             by_gate[gate] = verdict
     return by_gate
-
-
-def finite(value: float | None) -> float | None:
-    """A number as a verdict has it."""
-    return None if value is None or not math.isfinite(value) else value
 
 
 def settings_of(round_: str) -> Params:

@@ -468,7 +468,7 @@ def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
         if votes:
             lines.append(f"{name}: win rate against SFT by judge: {'; '.join([*votes, *agreed])}")
         if label_path(name).exists():
-            from flows.report import people  # imports torch
+            from flows.report import people  # imports scikit-learn
 
             lines += people.all_lines(name)
         elif votes and name == rounds[-1]:

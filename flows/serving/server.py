@@ -2,9 +2,9 @@
 
 import ipaddress
 import os
-import socket
 from typing import Any
 
+from flows.core.services import listen
 from flows.serving.accepted_model import find_model
 from flows.serving.app import make_app
 from flows.serving.scoring_queue import ScoringQueue
@@ -81,17 +81,3 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; bound before the model is loaded, so that a taken port is found at once.
-
-    Raises:
-        BadInput: the address cannot be used.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"--host {host} --port {port}: {reason}: choose another") from None

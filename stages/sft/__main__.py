@@ -158,24 +158,23 @@ def starting_model(params: Params, round_: str) -> tuple[Path, bool]:
 
 
 def take(folder: Path, tokenizer: PreTrainedTokenizerBase, params: Params) -> Any:
-    """An SFT model that others trained, whole or as an adapter of assets.model.
+    """An SFT model that others trained; an adapter of assets.model is merged.
 
     Raises:
         BadInput: it has other tokens than assets.model, or is damaged.
     """
     check_unchanged("sft_model", params)
     check_same_tokens(folder, tokenizer, "sft.model", "set assets.model to the model it came from")
-    return load_policy(ASSETS / "model", folder, params.model)
+    model = load_policy(ASSETS / "model", folder, params.model)
+    return merge_adapter(model, resolve_dtype(params.model.dtype))
 
 
 def keep_start(params: Params, recorder: MetricLogger, tokenizer: PreTrainedTokenizerBase) -> None:
     """Without demonstrations: the model that training would start from, unchanged."""
     folder = stage_dir(recorder.round, "sft")
     start, _ = starting_model(params, recorder.round)
-    if params.sft.model:
-        model = merge_adapter(take(start, tokenizer, params), resolve_dtype(params.model.dtype))
-    else:
-        model = load_causal_lm(start, params.model)
+    given = bool(params.sft.model)
+    model = take(start, tokenizer, params) if given else load_causal_lm(start, params.model)
     if not world.is_main():
         return
     save_model(model, tokenizer, folder / "model")
