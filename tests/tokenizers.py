@@ -1,6 +1,7 @@
 """Tokenizers that several tests need."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -14,6 +15,14 @@ ZEPHYR_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content']"
     " + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+def add_token(folder: Path) -> None:
+    """Give the tokenizer saved in a folder one token more."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
+    path.write_text(json.dumps(tokenizer))
 
 
 def make_bos_tokenizer() -> Any:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.evaluate.checkpoint import main
 from stages.lib.core.errors import BadInput
+from tests.tokenizers import add_token
 
 
 def test_a_checkpoint_against_sft_and_the_policy(make_round):
@@ -42,9 +43,7 @@ def test_a_whole_model_that_others_trained(make_round):
         shutil.copy(f"rounds/r0/sft/model/{name}", "mine")
     report = json.loads(main(params, "r0", "mine").read_text())
     assert report["checkpoint"]["kl"] == pytest.approx(report["ppo"]["kl"], rel=1e-3)
-    tokenizer = json.loads(Path("mine/tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
-    Path("mine/tokenizer.json").write_text(json.dumps(tokenizer))
+    add_token(Path("mine"))
     with pytest.raises(BadInput, match="--checkpoint mine: its tokens are not those of"):
         main(params, "r0", "mine")
 

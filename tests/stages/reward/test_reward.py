@@ -23,6 +23,7 @@ from stages.reward.__main__ import main, split_judge_pairs
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import SIGNS, SMILEYS, hard_negatives
 from tests.paths import ROOT
+from tests.tokenizers import add_token
 
 ROWS = [{"margin": 2.0}, {}]
 
@@ -226,9 +227,7 @@ def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
     torch.testing.assert_close(*weights)
     assert json.loads((folder / "manifest.json").read_text())["started_from"] == "mine"
 
-    tokenizer = json.loads(Path("mine/tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
-    Path("mine/tokenizer.json").write_text(json.dumps(tokenizer))
+    add_token(Path("mine"))
     with pytest.raises(BadInput, match=r"mine/tokenizer\.json changed after the run began"):
         main(params, "r0")
     inputs(params, "r0")

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json, write_json
+from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import saved_weights_hash
 from stages.ppo.common.reference import check_reference_files
 from stages.sft.__main__ import VerbatimIndex, compare_with_demonstrations, main
+from tests.tokenizers import add_token
 
 
 def test_the_manifest_has_the_hash_of_the_weights_and_the_model_its_end_tokens(
@@ -84,9 +85,7 @@ def test_a_given_model_needs_no_demonstrations(given: Params) -> None:
 def test_a_given_model_with_other_tokens_is_refused(given: Params) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"assets/model/{name}", "mine")
-    tokenizer = read_json(Path("mine/tokenizer.json"), "")
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
-    write_json(Path("mine/tokenizer.json"), tokenizer)
+    add_token(Path("mine"))
     with pytest.raises(BadInput, match="changed after the run began"):
         main(given, "r0")
     inputs(given, "r0")

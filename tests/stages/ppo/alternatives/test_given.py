@@ -18,6 +18,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.data.rollouts import read_rollouts
 from stages.ppo.__main__ import main
 from stages.replay.__main__ import main as replay
+from tests.tokenizers import add_token
 
 FOLDER, SFT = Path("rounds/r0/ppo"), Path("rounds/r0/sft/model")
 ADAPTER = "adapter_model.safetensors"
@@ -129,9 +130,7 @@ def test_other_tokens_and_a_changed_folder_are_refused(trained: Params) -> None:
         shutil.copy(SFT / name, "mine")
     with pytest.raises(BadInput, match="changed after the run began"):
         main(params, "r0")
-    tokenizer = json.loads(Path("mine/tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 999, "content": "<x>"})
-    Path("mine/tokenizer.json").write_text(json.dumps(tokenizer))
+    add_token(Path("mine"))
     with pytest.raises(BadInput, match=r"ppo\.model mine: its tokens are not those of"):
         main(given(trained, "mine"), "r0")
 
