@@ -16,10 +16,11 @@ import requests
 import torch
 
 from flows.audit.inputs import Prompts, read_responses
-from flows.audit.subjects import CHAT, LANGUAGE_MODEL, check_kind, model_folder
+from flows.audit.subjects import CHAT, LANGUAGE_MODEL, check_kind
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, read_json
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line, progress
 from stages.lib.core.reading import parse_json

@@ -11,10 +11,10 @@ from typing import Any
 import requests
 import torch
 
-from stages.assets.base_model import snapshot
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed
 from stages.lib.core.files import file_hash, metric_name
+from stages.lib.core.hub import model_folder
 from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
@@ -87,17 +87,6 @@ def find_subject(named: str, params: Params) -> Subject:
     folder = model_folder(named, "audit-reward")
     model = Classifier(folder, params)
     return scoring(named, "reward model", file_hash(folder), True, model)
-
-
-def model_folder(named: str, option: str) -> Path:
-    """A folder, or that of a model of the hub, which is downloaded; `option` named it, for errors.
-
-    Raises:
-        BadInput: there is none of that name.
-        Unreachable: it is on the hub, which cannot be reached.
-    """
-    folder = Path(named).expanduser()
-    return folder if folder.exists() else snapshot(named, option)
 
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"

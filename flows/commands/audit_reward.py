@@ -8,8 +8,9 @@ from pathlib import Path
 from flows.audit import verdict
 from flows.audit.inputs import params_for, read_pairs
 from flows.audit.measure import Audit, that_fit
-from flows.audit.subjects import find_subject, model_folder
+from flows.audit.subjects import find_subject
 from stages.lib.core.errors import BadInput, GateFailed
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params.data import SourceParams
 from stages.lib.core.progress import reporting
 from stages.lib.lm.loading import setup_torch

@@ -20,6 +20,7 @@ from rich.filesize import decimal
 
 from flows.execution.model_shape import ModelShape, read_shape
 from stages.lib.core.errors import OutOfMemory
+from stages.lib.core.hub import is_of_hub
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
 from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL, ZERO_SHOT
@@ -126,7 +127,7 @@ def judge_weights(shape: ModelShape, named: Iterable[str]) -> float:
     for name in {FLUENCY if name == ZERO_SHOT else name for name in named}:  # they share a model
         if name in (FLUENCY, HELD_OUT_REWARD_MODEL):
             weights += shape.weights
-        elif Path(name).is_dir() and (other := read_shape(name)):
+        elif (Path(name).is_dir() or is_of_hub(name)) and (other := read_shape(name)):
             weights += other.weights
     return float(weights)
 

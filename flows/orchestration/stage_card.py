@@ -52,7 +52,8 @@ def gate_markdown(verdict: Mapping[str, Any]) -> str:
     checks = sorted(verdict["checks"], key=lambda check: check["passed"])
     rows = (
         (
-            f"{'✓' if check['passed'] else '✗'} {escaped(check['metric'])}",
+            f"{'✗' if not check['passed'] else '!' if check['fault'] else '✓'} "
+            f"{escaped(check['metric'])}",
             shown(check["value"]),
             escaped(check["threshold"]),
         )
@@ -61,7 +62,7 @@ def gate_markdown(verdict: Mapping[str, Any]) -> str:
     advice = [
         f"- {escaped(check['metric'])}: {escaped(check['fault'])}. {escaped(check['next_step'])}"
         for check in checks
-        if not check["passed"]
+        if check["fault"]
     ]
     header = ("check", "value", "wanted")
     parts = [f"**{escaped(diagnosis.outcome(verdict))}**", tables.markdown_table(header, rows)]

@@ -80,7 +80,6 @@ PROBES = (
 SAMPLED = 8  # tokens per prompt
 # Mean differences, nats per token. Rounding gives 2e-6, and 0.007 in bfloat16 (SmolLM2-135M).
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
 def write_model(params: Params, folder: Path) -> None:
@@ -99,10 +98,8 @@ def write_model(params: Params, folder: Path) -> None:
     elif name == "tiny":
         save(*tiny_model(params.seed), folder, TINY_LICENCE, params.prepare)
     else:
-        path, source = Path(name).expanduser(), name
-        if not path.is_dir():
-            path = snapshot(name)
-            source = f"{name}, commit {path.name}"
+        path = hub.model_folder(name, "assets.model")
+        source = f"{name}, commit {path.name}" if hub.is_of_hub(name) else name
         licence = f"{source}: see its model card for the licence."
         save(*load_local(path), folder, licence, params.prepare)
     with progress("comparing with transformers"):
@@ -211,22 +208,6 @@ def tiny_tokenizer() -> Any:
         chat_template=CHAT_TEMPLATE,
         padding_side="left",
     )
-
-
-def snapshot(name: str, key: str = "assets.model") -> Path:
-    """Download a hub repository's safetensors, configuration and tokenizer; no code, no pickles.
-
-    key: where the user names it, for errors.
-
-    Returns:
-        A folder with the name of the commit.
-    """
-    from huggingface_hub import snapshot_download
-
-    repository, revision = hub.name_and_revision(name, key)
-    refused = "the hub gives no such model; check name and revision"
-    with progress(f"downloading {name}"), hub.hub_errors(f"{key} {name}", refused):
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
 
 
 def load_local(path: Path) -> tuple[Any, Any]:

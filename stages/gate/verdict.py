@@ -70,20 +70,22 @@ def check_threshold(
     """One line of the verdict; a NaN or infinite value or bound fails. What was not measured passes
     if it may be missing, or its stage measured nothing.
 
-    A check that failed has the fault, the next step, and in `setting` the value to try first.
+    A check that failed has the fault, the next step, and in `setting` the value to try first; one
+    that passed and has a fault is a warning.
     """
     value, bound = metric_value(metrics, threshold.metric), bound_of(gate, threshold, params)
     fault, change = threshold.fault, threshold.change
-    next_step, passed = threshold.fix.format(round=round_), False
+    next_step, right = threshold.fix.format(round=round_), False
     not_measured = threshold.optional or why_not_measured(metrics, threshold.metric)
+    warns = bool(threshold.warns_with and look_up(params.model_dump(), threshold.warns_with))
     if value is None and not_measured:
-        passed = True
+        right = True
     elif value is None or not math.isfinite(value) or not math.isfinite(bound):
-        value, change = None, None
+        value, change, warns = None, None, False
         fault = f"{threshold.metric} is missing or not finite"
         next_step = "Look for NaN in the stage's metrics.jsonl, lower its learning rate"
     else:
-        passed = COMPARE[threshold.compare](value, bound)
+        right = COMPARE[threshold.compare](value, bound)
         if value < 0 and threshold.below_zero:
             fault, change = threshold.below_zero
     return {
@@ -93,11 +95,11 @@ def check_threshold(
         "threshold": format_threshold(threshold, bound),
         "bound": f"gates.{gate}.{threshold.bound}",
         "limit": bound,
-        "passed": passed,
+        "passed": right or warns,
         "why": threshold.why,
-        "fault": "" if passed else fault,
-        "next_step": "" if passed else next_step,
-        "setting": "" if passed or change is None else setting(change, params, round_),
+        "fault": "" if right else fault,
+        "next_step": "" if right else next_step,
+        "setting": "" if right or change is None else setting(change, params, round_),
     }
 
 
@@ -186,8 +188,9 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     verdict = evaluate_gate(params, gate, round_)
     write_json(REPORTS / round_ / f"gate_{gate}.json", verdict)
     for check in verdict["checks"]:
-        outcome = "pass" if check["passed"] else "FAIL"
-        print(f"[gate_{gate}@{round_}] {outcome}  {format_check(check)}", flush=True)
+        outcome = "FAIL" if not check["passed"] else "warn" if check["fault"] else "pass"
+        advice = f": {check['fault']}. {check['next_step']}" if outcome == "warn" else ""
+        print(f"[gate_{gate}@{round_}] {outcome}  {format_check(check)}{advice}", flush=True)
     if reason := verdict.get("not_judged"):
         print(f"[gate_{gate}@{round_}] not judged: {reason}", flush=True)
     if not verdict["may_continue"]:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
@@ -186,7 +187,8 @@ def main(params: Params, round_: str) -> None:
     trained_on = [] if given else train_rows + make_hard_negatives(train_rows, params)
     start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
     if given:
-        start, members = Path(given), [trainer.take(Path(given))]
+        start = Path(given)
+        members = [trainer.take(model_folder(given, "reward.model"))]
     else:
         seeds = range(params.seed, params.seed + params.reward.ensemble)
         members = [trainer.train(trained_on, start, continues, seed) for seed in seeds]

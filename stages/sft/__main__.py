@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.progress import progress
@@ -152,7 +153,7 @@ def starting_model(params: Params, round_: str) -> tuple[Path, bool]:
     training continues that of the previous round.
     """
     if params.sft.model:
-        return Path(params.sft.model), False
+        return model_folder(params.sft.model, "sft.model"), False
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
     return initial_checkpoint(params.sft, previous, ASSETS / "model")
 
@@ -195,7 +196,7 @@ def write_sft_manifest(
         seed=params.seed,
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
-        started_from=str(start),
+        started_from=params.sft.model or str(start),
         weights=saved_weights_hash(stage_dir(round_, "sft") / "model"),
     )
 

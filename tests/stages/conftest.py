@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.lib.core.params import Params, check_params
@@ -46,6 +47,21 @@ def tiny_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     write_model(check_params(SMALL, "test"), folder)
     return folder
+
+
+@pytest.fixture
+def to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Moves a folder into the cache of a hub that cannot be reached; returns the model's name."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    commit = "0123456789" * 4
+
+    def moved(folder: str) -> str:
+        shutil.move(folder, tmp_path / f"hub/models--org--{folder}/snapshots" / commit)
+        return f"org/{folder}@{commit}"
+
+    return moved
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Errors of the Hugging Face hub: those that a retry may solve, and those the user must fix."""
+"""Models and data of the Hugging Face hub, and its errors: those that a retry may solve, and those
+the user must fix.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.progress import progress
 
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
 @contextmanager
@@ -69,6 +72,37 @@ def name_and_revision(named: str, key: str) -> tuple[str, str]:
             f"{named}@COMMIT (or {named}@main, the newest, which may change)"
         )
     return name, revision
+
+
+def is_of_hub(named: str) -> bool:
+    """Whether a name is `org/name@revision` and no file or folder here."""
+    return "@" in named and not Path(named).expanduser().exists()
+
+
+def model_folder(named: str, key: str) -> Path:
+    """A folder of a model: one here, or that of a model of the hub, of which safetensors,
+    configuration and tokenizer are downloaded, no code and no pickles.
+
+    Args:
+        named: a folder, or `org/name@revision`.
+        key: of params.yaml or the option that names it, for messages.
+
+    Returns:
+        Of the hub, a folder with the name of the commit.
+
+    Raises:
+        BadInput: there is no such model.
+        Unreachable: it is on the hub, which cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = Path(named).expanduser()
+    if folder.exists():
+        return folder
+    repository, revision = name_and_revision(named, key)
+    refused = "the hub gives no such model; check name and revision"
+    with progress(f"downloading {named}"), hub_errors(f"{key} {named}", refused):
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=MODEL_FILES))
 
 
 def load_data_set(named: str, key: str, refused: str, **options: Any) -> Any:

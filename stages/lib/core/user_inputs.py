@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.lib.core.constitution import read_principles
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, write_json
+from stages.lib.core.hub import is_of_hub
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import BUILT_IN_JUDGES, ZERO_SHOT
 from stages.lib.core.params.policy import Engine
@@ -52,7 +53,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
     for source in params.ppo.rewards:
         key = f"ppo.rewards {source.name}"
         if source.model:
-            rewards.append(_model_folder(source.model, key))
+            rewards += _model_folders(source.model, key)
         if source.function:
             rewards += function_files(source.function, key)
     given = {
@@ -69,7 +70,7 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         "primary_judge": by_judge[params.evaluate.judges[0]],
         "constitution": _constitution(params),
         **{
-            kind: [_model_folder(named, key)] if named else []
+            kind: _model_folders(named, key) if named else []
             for kind, (key, named) in given.items()
         },
         "engine": [] if params.ppo.engine is Engine.local else engine_code(),
@@ -95,7 +96,7 @@ def _judge_files(named: str, params: Params) -> list[Path]:
     if ":" in named:
         return function_files(named, "evaluate.judges")
     judges = ", ".join([*BUILT_IN_JUDGES, *params.language_models()])
-    return [_model_folder(named, "evaluate.judges", f"name one of {judges}, or")]
+    return _model_folders(named, "evaluate.judges", f"name one of {judges}, or")
 
 
 def _primary_judge(params: Params) -> str:
@@ -110,15 +111,22 @@ def _primary_judge(params: Params) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def _model_folder(named: str, key: str, advice: str = "name") -> Path:
+def _model_folders(named: str, key: str, advice: str = "name") -> list[Path]:
+    """The folder of a model; none of one of the hub, whose revision params.yaml has."""
+    if is_of_hub(named):
+        return []
     if Path(named).parts[:1] == (ROUNDS.name,):
         raise BadInput(
             f"{key}: {named} is an output of the pipeline, and a run may change it: "
             "copy it to another folder, e.g. models/, and name the copy"
         )
-    if not any((Path(named) / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise BadInput(f"{key}: no model in {named}; {advice} a folder that has a config.json")
-    return Path(named)
+    folder = Path(named).expanduser()
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise BadInput(
+            f"{key}: no model in {named}; {advice} a folder that has a config.json, or a model of "
+            "the hub with its commit, org/name@COMMIT"
+        )
+    return [folder]
 
 
 def input_hashes(params: Params) -> dict[str, Hashes]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, metric_name, stage_dir
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL, ZERO_SHOT
 from stages.lib.core.params.judging import JudgeName
@@ -113,9 +113,10 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         return MainProcessJudge(
             lambda: PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
         )
-    folder = Path(named)
     if named == HELD_OUT_REWARD_MODEL:
         folder = stage_dir(round_, "reward") / "judge"
+    else:
+        folder = model_folder(named, "evaluate.judges")
     scorer = RewardScorer(folder, load_tokenizer(folder), params)
     if not is_calibrated(scorer.model):
         calibrate(scorer, named, round_, params)

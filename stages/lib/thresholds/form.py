@@ -21,6 +21,7 @@ class Threshold(NamedTuple):
     optional: null (not measured) passes.
     change: what to try first, if that is one setting.
     below_zero: fault and change of a negative value, if they are others.
+    warns_with: key of a setting; where it is set, a failure is a warning and the check passes.
     """
 
     metric: str
@@ -38,3 +39,4 @@ class Threshold(NamedTuple):
     optional: bool = False
     change: Change | None = None
     below_zero: tuple[str, Change] | None = None
+    warns_with: str = ""

@@ -150,6 +150,7 @@ REWARD = (
         default=0.5,
         ge=0,
         description="Largest distance of the reward model's weights from SFT's, relative to SFT's.",
+        warns_with="reward.model",
     ),
     Threshold(
         "reward.ece",

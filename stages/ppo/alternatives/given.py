@@ -9,6 +9,7 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, stage_dir
+from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.user_inputs import check_unchanged
@@ -31,7 +32,7 @@ from stages.ppo.common.run import open_run
 def main(params: Params, round_: str) -> None:
     # 1. inputs: SFT model, rewards, prompts, and the policy
     assert params.ppo.model
-    folder = Path(params.ppo.model)
+    folder = model_folder(params.ppo.model, "ppo.model")
     check_unchanged("policy", params)
     prompts = load_prompts(params, round_)
     check_same_tokens(folder, prompts.tokenizer, "ppo.model", "set sft.model to its SFT model")
@@ -51,7 +52,7 @@ def main(params: Params, round_: str) -> None:
     # 3. its rollouts, and the outputs of PPO
     metrics = describe_rows(run.sample_rows(1), run.selector.first.length) | kept.metrics
     recorder.log(1, metrics, ["score_mean", "kl"])
-    finish(run, round_, kept, name=str(folder), manifest={"policy": file_hash(folder)})
+    finish(run, round_, kept, name=params.ppo.model, manifest={"policy": file_hash(folder)})
 
 
 def as_before_training(sft: Any, folder: Path) -> Any:

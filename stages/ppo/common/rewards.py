@@ -29,6 +29,7 @@ from torch import Tensor
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
 from stages.lib.core.files import ASSETS, file_hash
+from stages.lib.core.hub import model_folder
 from stages.lib.core.numbers import is_finite
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
@@ -519,11 +520,11 @@ def load_rewards(params: Params) -> Rewards:
 
 def load(source: RewardSource, params: Params) -> RewardFunction:
     """The function, model or server of one reward."""
+    key = settings_key(source.name)
     if source.function:
-        key = f"ppo.rewards {source.name}"
         return FunctionReward(import_function(source.function, key), key)
     if source.model:
-        return ModelReward(Path(source.model), params)
+        return ModelReward(model_folder(source.model, key), params)
     return load_server(source.name, str(source.url), params)
 
 

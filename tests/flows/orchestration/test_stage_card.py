@@ -12,21 +12,23 @@ ATTACK = "<img src=x onerror=alert(1)> [x](javascript:alert(1)) |"
 
 
 def check(metric: str, value: float | None, passed: bool, advice: str) -> dict[str, object]:
+    """One that passed and has advice is a warning."""
     return {
         "metric": metric,
         "value": value,
         "threshold": "<= 0.4",
         "passed": passed,
-        "fault": "too much",
+        "fault": "too much" if advice else "",
         "next_step": advice,
     }
 
 
-def test_a_verdict_has_failed_checks_first_and_advice_for_these_alone() -> None:
+def test_a_verdict_has_failed_checks_first_and_advice_for_these_and_warnings() -> None:
     checks = [
-        check("sft.eos_rate", 0.1, True, "do not use this model"),
+        check("sft.eos_rate", 0.1, True, ""),
         check("sft.repetition_3 - sft.x", 0.82351234567, False, "Raise sft.num_train_epochs."),
-        check("evaluate.human_nll_rise", None, True, "nothing"),
+        check("evaluate.human_nll_rise", None, True, ""),
+        check("battery.lineage_distance", 1.4, True, "Train it from SFT."),
     ]
     verdict = {"passed": False, "may_continue": True, "checks": checks, "approval": None}
     assert stage_card.gate_markdown(verdict).splitlines() == [
@@ -37,11 +39,13 @@ def test_a_verdict_has_failed_checks_first_and_advice_for_these_alone() -> None:
         "| ✗ sft.repetition_3 - sft.x | 0.824 | &lt;= 0.4 |",
         "| ✓ sft.eos_rate | 0.1 | &lt;= 0.4 |",
         "| ✓ evaluate.human_nll_rise | - | &lt;= 0.4 |",
+        "| ! battery.lineage_distance | 1.4 | &lt;= 0.4 |",
         "",
         "",
         "**What to do**",
         "",
         "- sft.repetition_3 - sft.x: too much. Raise sft.num_train_epochs.",
+        "- battery.lineage_distance: too much. Train it from SFT.",
     ]
     passed = {"passed": True, "may_continue": True, "checks": checks[:1], "approval": None}
     assert "What to do" not in stage_card.gate_markdown(passed)

@@ -39,6 +39,7 @@ BATTERY = {
 
 
 FAULT = {"fault": "it ranks <badly>", "next_step": "Look at <the> data"}
+WARNING = failed_check("reward.accuracy_low", 0.71, ">= 0.8", passed=True, name="a warning")
 
 
 def check(passed: bool) -> dict[str, object]:
@@ -50,7 +51,7 @@ def check(passed: bool) -> dict[str, object]:
         "may_continue": passed,
         "policy": "block",
         "approval": None,
-        "checks": [passed_check("reward.accuracy_low", 0.71, ">= 0.8") if passed else row],
+        "checks": [passed_check("reward.accuracy_low", 0.71, ">= 0.8") if passed else row, WARNING],
     }
 
 
@@ -136,6 +137,8 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     )
     assert answer in visible and "Do next Look at <the> data. Then run again: rondo run" in visible
     assert "Reward model ✗ failed the reward.accuracy_low 0.71 wanted >= 0.8" in visible
+    warning = "! a warning reward.accuracy_low 0.71 >= 0.8 It is bad. Look at the data"
+    assert warning in visible and "✗ a warning" not in visible
     assert (
         "warn at update 17: length hack, response_length 1.36. it pays for length. First: a penalty"
         in html.words

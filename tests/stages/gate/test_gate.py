@@ -98,11 +98,14 @@ def attempt(tmp_path, monkeypatch):
     """Run a gate on metrics by stage; returns its verdict, and whether the run may continue."""
     monkeypatch.chdir(tmp_path)
 
-    def run(gate: str, metrics: dict, policy: str = "block") -> tuple[dict, bool]:
+    def run(
+        gate: str, metrics: dict, policy: str = "block", settings: dict | None = None
+    ) -> tuple[dict, bool]:
         for stage, values in metrics.items():
             write_json(Path("rounds/r0") / stage / "metrics.json", values)
         with suppress(GateFailed) if policy == "ask" else nullcontext():
-            run_gate(check_params({"gates": {gate: {"policy": policy}}}, "test"), gate, "r0")
+            params = check_params({"gates": {gate: {"policy": policy}}} | (settings or {}), "test")
+            run_gate(params, gate, "r0")
         verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
         may_continue = Path(f"gates/r0/{gate}.ok").exists()
         assert verdict["may_continue"] == may_continue
@@ -179,6 +182,21 @@ def test_each_bad_number_fails_with_its_next_step(attempt, metric, part, value):
     failure = f"{format_check(check)}: {check['fault']}. {check['next_step']}"
     assert failure in str(failed.value)
     assert not verdict["passed"] and not Path(f"gates/r0/{gate}.ok").exists()
+
+
+def test_the_lineage_of_a_reward_model_that_was_given_is_a_warning(attempt, capsys):
+    gate, metrics = with_value("battery.lineage_distance", 1.4)
+    verdict, may_continue = attempt(gate, metrics, settings={"reward": {"model": "mine/rm"}})
+    assert may_continue and verdict["passed"]
+    [warning] = [check for check in verdict["checks"] if check["fault"]]
+    assert warning["metric"] == "battery.lineage_distance" and warning["passed"]
+    printed = capsys.readouterr().out
+    assert "warn  battery.lineage_distance 1.4, wanted <= 0.5: it does not descend from" in printed
+    assert "Train it from this round's SFT model" in printed
+    # but one that could not be measured fails, and so does any other line
+    for name, value in (("battery.lineage_distance", float("nan")), ("reward.margin", 0.4)):
+        with pytest.raises(GateFailed, match=name):
+            attempt(*with_value(name, value), settings={"reward": {"model": "mine/rm"}})
 
 
 def test_every_threshold_has_a_failing_case_above():

@@ -208,7 +208,7 @@ def test_a_kind_that_changes_nothing_gives_no_row():
 
 
 def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
-    make_round, monkeypatch: pytest.MonkeyPatch
+    make_round, to_hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = make_round("r0", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -227,6 +227,16 @@ def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
     torch.testing.assert_close(*weights)
     assert json.loads((folder / "manifest.json").read_text())["started_from"] == "mine"
 
+    shutil.copytree("mine", "copy")
+    params.reward.model = to_hub("copy")
+    inputs(params, "r0")
+    main(params, "r0")
+    assert json.loads((folder / "metrics.json").read_text()) == metrics
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["started_from"] == params.reward.model == "org/copy@" + "0123456789" * 4
+
+    params.reward.model = "mine"
+    inputs(params, "r0")
     add_token(Path("mine"))
     with pytest.raises(BadInput, match=r"mine/tokenizer\.json changed after the run began"):
         main(params, "r0")

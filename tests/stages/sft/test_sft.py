@@ -1,6 +1,7 @@
 """What the SFT stage records for later stages, and its statistics, counted by hand."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def test_a_given_model_is_measured_and_none_is_trained(given: Params) -> None:
     saved = load_file("rounds/r0/sft/model/model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(saved[name], merged.state_dict()[name].to(saved[name].dtype))
+
+
+def test_a_given_model_may_be_of_the_hub(given: Params, to_hub: Callable[[str], str]) -> None:
+    given.sft.model = to_hub("mine")
+    inputs(given, "r0")
+    assert read_json(Path("assets/inputs/sft_model.json"), "") == {}
+    main(given, "r0")
+    manifest = read_json(Path("rounds/r0/sft/manifest.json"), "")
+    assert manifest["started_from"] == given.sft.model
 
 
 def test_a_given_model_needs_no_demonstrations(given: Params) -> None:

@@ -166,7 +166,9 @@ class RewardSource(ParamsSection):
     )
     weight: float = Field(1.0, description="Weight in the total score.")
     model: PathText | None = Field(
-        None, description="Folder of a reward model; calibrated if its config has mean and std."
+        None,
+        description="Folder or `org/name@COMMIT` of a reward model; calibrated if its config has "
+        "mean and std.",
     )
     function: PathText | None = Field(
         None,
@@ -190,8 +192,8 @@ class RewardSource(ParamsSection):
 class PpoParams(ParamsSection):
     model: PathText | None = Field(
         None,
-        description="Folder of a policy to use as it is, or of an adapter of the SFT model; null: "
-        "train one.",
+        description="Folder or `org/name@COMMIT` of a policy to use as it is, or of an adapter of "
+        "the SFT model; null: train one.",
     )
     engine: Engine = Field(
         Engine.local,

@@ -8,8 +8,8 @@ from stages.lib.core.params.shared import InitFrom, LoraParams, PathText, Reduce
 class SftParams(TrainParams):
     model: PathText | None = Field(
         None,
-        description="Folder of an SFT model to use as it is, or of an adapter of assets.model; "
-        "null: train one.",
+        description="Folder or `org/name@COMMIT` of an SFT model to use as it is, or of an adapter "
+        "of assets.model; null: train one.",
     )
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=1, description="Rows per forward pass.")
@@ -30,8 +30,8 @@ class SftParams(TrainParams):
 class RewardParams(TrainParams):
     model: PathText | None = Field(
         None,
-        description="Folder of a reward model to use as it is, with the tokens of assets.model; "
-        "null: train one.",
+        description="Folder or `org/name@COMMIT` of a reward model to use as it is, with the "
+        "tokens of assets.model; null: train one.",
     )
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=2, description="Pairs per forward pass.")

@@ -15,11 +15,17 @@ from stages.lib.core import hub
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params import check_params
 from stages.lib.core.params.data import SourceParams
+from stages.lib.judging.loading import load_judge
+from stages.ppo.common.rewards import load_rewards
 from stages.prepare.files import read_source
 
 NOWHERE = "http://127.0.0.1:9"
 PARAMS = check_params({"assets": {"model": "org/mine@main", "data": "org/mine@main"}}, "test")
+MINE = "org/mine@main"
+REWARDS = check_params({"ppo": {"rewards": [{"name": "a", "model": MINE}]}}, "test")
 CALLS = {
+    "evaluate.judges org/mine@main": lambda _: load_judge(MINE, PARAMS, "r0", lambda: None),
+    "ppo.rewards a org/mine@main": lambda _: load_rewards(REWARDS),
     "assets.model org/mine@main": lambda folder: write_model(PARAMS, folder),
     "assets.data org/mine@main": lambda folder: write_data(PARAMS, folder),
     "prepare.sources org/mine@main": lambda _: read_source(

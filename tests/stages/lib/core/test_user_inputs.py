@@ -119,6 +119,14 @@ def test_what_is_missing_is_named(sections: dict[str, Any], message: str) -> Non
         user_files(check_params(sections, "test"))
 
 
+def test_a_model_of_the_hub_is_no_file() -> None:
+    """Its revision is in params.yaml."""
+    hub = "org/mine@main"
+    sections = {name: {"model": hub} for name in ("sft", "reward", "ppo")}
+    params = check_params(sections | {"evaluate": {"judges": [hub]}}, "test")
+    assert set(map(len, user_files(params).values())) == {0}
+
+
 def test_an_edit_is_seen_even_if_size_and_time_are_as_before() -> None:
     params, file = with_files("pairs.jsonl"), Path("pairs.jsonl")
     file.write_text("good")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_an_adapter_is_kept_as_it_is_evaluated_and_mined(trained: Params) -> Non
     assert evaluated["reproduced"] and evaluated["ppo"]["kl"] > 0.0
     replay(params, "r0")
     assert json.loads(Path("rounds/r0/replay/metrics.json").read_text())["badcases"] > 0
+
+
+def test_an_adapter_of_the_hub(trained: Params, to_hub: Callable[[str], str]) -> None:
+    shutil.copy(f"mine/{ADAPTER}", "expected")
+    main(given(trained, to_hub("mine")), "r0")
+    torch.testing.assert_close(load_file(FOLDER / "policy" / ADAPTER), load_file("expected"))
 
 
 def test_whole_weights_are_the_same_policy_as_their_adapter(trained: Params) -> None:
