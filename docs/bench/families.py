@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+import trl
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -25,7 +26,7 @@ from transformers import (
 
 from stages.assets.base_model import tiny_tokenizer, write_model
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import check_params
+from stages.lib.core.params import Params, check_params
 from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.packing import supports_packing
 
@@ -39,7 +40,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "pad_token_id": 0,
 }
 HEADS = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
@@ -246,6 +247,63 @@ FAMILIES = {
 }
 
 
+class Chat(NamedTuple):
+    """How a family's tokenizer writes conversations.
+
+    template: TRL's copy of the family's own. thinks: whether answers without thoughts need
+    `enable_thinking: false`.
+    """
+
+    template: str
+    bos: str
+    eos: str
+    thinks: bool = False
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOKENS = re.compile(r"<\|[^|>\s]+\|>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
+CHATS = {
+    "llama": Chat("llama3_2", "<|begin_of_text|>", "<|eot_id|>"),
+    "qwen2": Chat("qwen2_5", "", "<|im_end|>"),
+    "qwen3": Chat("qwen3", "", "<|im_end|>", thinks=True),
+    "qwen3_moe": Chat("qwen3_instruct_2507", "", "<|im_end|>"),
+    "qwen3_5_text": Chat("qwen3_5_think", "", "<|im_end|>", thinks=True),
+    "gemma": Chat("gemma", "<bos>", "<eos>"),
+    "gemma2": Chat("gemma", "<bos>", "<eos>"),
+    "gemma3_text": Chat("gemma3", "<bos>", "<eos>"),
+    "gemma3n_text": Chat("gemma3", "<bos>", "<eos>"),
+    "gpt_oss": Chat("gptoss", "<|startoftext|>", "<|return|>"),
+    "lfm2": Chat("lfm2", "<|startoftext|>", "<|im_end|>"),
+    "phi3": Chat("phi3", "<s>", "<|endoftext|>"),
+    "cohere": Chat("cohere", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "cohere2": Chat("cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "glm4": Chat("glm4moe", "", "<|endoftext|>", thinks=True),
+}
+"""Of the families whose template is in TRL."""
+
+
+def tokenizer_of(name: str) -> Any:
+    """A small tokenizer with the chat template of a family, if it is known, and its tokens."""
+    tokenizer = tiny_tokenizer()
+    if chat := CHATS.get(name):
+        template = (TEMPLATES / f"{chat.template}.jinja").read_text(encoding="utf-8")
+        special = {"eos_token": chat.eos, **({"bos_token": chat.bos} if chat.bos else {})}
+        tokens = sorted(set(TOKENS.findall(template)))
+        tokenizer.add_special_tokens({**special, "extra_special_tokens": tokens})
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def params_of(name: str, model: Path, settings: dict[str, Any]) -> Params:
+    """Settings with a model of a family, and with its chat template if it is known."""
+    prepare = settings.get("prepare", {})
+    if chat := CHATS.get(name):
+        arguments = {"enable_thinking": False} if chat.thinks else {}
+        prepare = prepare | {"prompt_format": "chat", "chat_template_kwargs": arguments}
+    own = {"assets": {"model": str(model), "data": "tiny"}, "prepare": prepare}
+    return check_params(settings | own, "families")
+
+
 def random_model(name: str, folder: Path) -> Path:
     """A folder with a random model of a family, its logits far from each other."""
     family = FAMILIES[name]
@@ -259,7 +317,7 @@ def random_model(name: str, folder: Path) -> Path:
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=SPREAD)
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer_of(name).save_pretrained(folder)
     return folder
 
 
@@ -268,11 +326,7 @@ def attempt(name: str, folder: Path) -> tuple[str, str, str]:
     reason why the family is refused.
     """
     mine, written = random_model(name, folder / "mine"), folder / "written"
-    settings = {
-        "assets": {"model": str(mine), "data": "tiny"},
-        "model": {"attn_implementation": "auto"},
-    }
-    params = check_params(settings, "families")
+    params = params_of(name, mine, {"model": {"attn_implementation": "auto"}})
     mapping = AutoModelForSequenceClassification._model_mapping
     try:
         write_model(params, written)
@@ -289,11 +343,13 @@ def attempt(name: str, folder: Path) -> tuple[str, str, str]:
 
 
 def table(tried: Callable[[str, Path], tuple[str, str, str]]) -> str:
-    lines = ["| family | models | rows | classifier | result |", "|---|---|---|---|---|"]
+    lines = ["| family | models | chat template | rows | classifier | result |", "|---" * 6 + "|"]
     for name, family in FAMILIES.items():
         with tempfile.TemporaryDirectory() as folder:
             rows, owner, result = tried(name, Path(folder))
-        lines.append(f"| {name} | {family.models} | {rows} | {owner} | {result} |")
+        template = CHATS[name].template if name in CHATS else ""
+        cells = (name, family.models, template, rows, owner, result)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

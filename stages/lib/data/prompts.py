@@ -7,6 +7,7 @@ the tokenizer itself begins texts with BOS (Llama, Gemma, OPT). What a tokenizer
 text (Llama 2: `▁`) is before the prompt alone, since the response continues the prompt.
 """
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -32,6 +33,7 @@ PROBE = [
     {"role": "assistant", "content": "4."},
     {"role": "user", "content": "And\n3 + 3?"},
 ]
+OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*$")
 # "Today" in chat templates that print the date, in every stage: else prompts would be other ones on
 # the next day. It is the day that Llama's templates print if they are not given one.
 DAY = datetime(2024, 7, 26)
@@ -114,6 +116,14 @@ def chat_template(tokenizer: Any) -> str:
     """
     template: str = tokenizer.get_chat_template()
     return STRFTIME_NOW + template if "strftime_now" in template else template
+
+
+def open_thought(tokenizer: Any, prompt_format: PromptFormat) -> str:
+    """The name of the tag with which the chat template begins a thought at the end of a prompt
+    (`think`: Qwen3.5, DeepSeek-R1, Nemotron 3); empty: none.
+    """
+    tag = OPEN_THOUGHT.search(render_prompt(tokenizer, PROBE, prompt_format))
+    return tag[1] if tag else ""
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from docs.bench.families import FAMILIES, PAGE, attempt, random_model
+from docs.bench.families import CHATS, FAMILIES, PAGE, attempt, params_of, random_model
 from stages.annotate.__main__ import main as annotate
 from stages.assets.__main__ import main as assets
 from stages.assets.inputs import main as inputs
@@ -18,7 +18,6 @@ from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main as evaluate
 from stages.gate.champion import main as champion
 from stages.lib.core.files import read_json
-from stages.lib.core.params import check_params
 from stages.ppo.__main__ import main as ppo
 from stages.prepare.__main__ import main as prepare
 from stages.replay.__main__ import main as replay
@@ -30,10 +29,10 @@ from tests.paths import ROOT
 # a cap; a classifier that transformers does not have
 SAMPLE = ("gpt_oss", "qwen3_5_text", "lfm2", "gemma3n_text")
 STAGES = (inputs, assets, prepare, sft, annotate, reward, battery, champion, ppo, evaluate, replay)
-SHORT = {"per_device_train_batch_size": 4, "max_steps": 2, "max_length": 96}
+SHORT = {"per_device_train_batch_size": 4, "max_steps": 2, "max_length": 1700}
 SETTINGS: dict[str, Any] = {
     "model": {"dtype": "float32", "threads": 1},
-    "prepare": {"max_eval_prompts": 4, "max_rows": 24},
+    "prepare": {"max_eval_prompts": 4, "max_rows": 24, "max_prompt_tokens": 1500},
     "sft": {**SHORT, "samples_per_prompt": 1},
     "reward": SHORT,
     "ppo": {
@@ -65,13 +64,15 @@ def test_the_table_has_all_families() -> None:
     assert {name: row[0] for name, row in rows.items()} == {
         name: family.models for name, family in FAMILIES.items()
     }
+    templates = {name: row[1] for name, row in rows.items() if row[1]}
+    assert templates == {name: chat.template for name, chat in CHATS.items()}
     assert set(SAMPLE) <= set(RIGHT)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_right_or_refused_as_the_table_says(name: str, tmp_path: Path) -> None:
     """If this fails: `python docs/bench/families.py --write`, and read the difference."""
-    assert list(attempt(name, tmp_path)) == rows_of_the_table()[name][1:]
+    assert list(attempt(name, tmp_path)) == rows_of_the_table()[name][2:]
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -79,8 +80,7 @@ def test_a_family_goes_through_all_stages(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_processes: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = {"assets": {"model": str(random_model(name, tmp_path / "mine")), "data": "tiny"}}
-    params = check_params(SETTINGS | mine, "test")
+    params = params_of(name, random_model(name, tmp_path / "mine"), SETTINGS)
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     for stage in STAGES:
         stage(params, "r0")

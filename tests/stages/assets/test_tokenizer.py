@@ -7,12 +7,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stages.assets.base_model import tiny_model, tiny_tokenizer, write_model
+from docs.bench.families import CHATS, params_of, tokenizer_of
+from stages.assets.base_model import save, tiny_model, tiny_tokenizer, write_model
 from stages.assets.tokenizer import is_spare
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.data.prompts import encode, render_prompt, template_hash
+from stages.lib.data.prompts import chat_template, encode, render_prompt, template_hash
 from stages.lib.lm.end_tokens import saved_end_tokens
 
 GEMMA = (
@@ -77,6 +78,27 @@ def test_a_response_ends_as_the_chat_template_ends_a_turn(
     assert ("<eos>" in render_prompt(tokenizer, TALK, PromptFormat.chat)) == (
         "eos_token" in template
     )
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_prompt_and_response_are_the_conversation_as_its_family_writes_it(
+    name: str, tmp_path: Path
+) -> None:
+    """By the families' own templates: a turn begins and ends as in them."""
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    model, tokenizer = tiny_model(0)[0], tokenizer_of(name)
+    params = params_of(name, tmp_path, {})
+    arguments = params.prepare.chat_template_kwargs
+    template = chat_template(tokenizer)  # in which today is as in all stages
+    whole = tokenizer.apply_chat_template(talk, chat_template=template, tokenize=False, **arguments)
+    save(model, tokenizer, tmp_path, "", params.prepare)
+    prompt, response = encode(tokenizer, talk[:1], "Hello.", PromptFormat.chat)
+    text, end = tokenizer.decode(prompt + response[:-1]), tokenizer.decode(response[-1:])
+    assert text.endswith("Hello.") and whole.startswith(text)
+    # GLM ends an assistant's turn with the next one
+    assert whole.removeprefix(text).startswith("" if name == "glm4" else end)
+    again = render_prompt(AutoTokenizer.from_pretrained(tmp_path), talk[:1], PromptFormat.chat)
+    assert again == tokenizer.decode(prompt)
 
 
 def test_a_plain_response_ends_with_eos(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from docs.bench.families import tokenizer_of
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, read_jsonl, write_jsonl
@@ -57,17 +58,13 @@ PAIRS = [pair(i) for i in range(20)]
 
 
 @pytest.fixture
-def without_system_turns(workspace: Path) -> None:
-    """A base model whose chat template has no system turn, as Gemma 2's."""
+def chat_template(workspace: Path) -> Path:
+    """The chat template of a base model of the test's own."""
     model = workspace / "assets/model"
     shutil.copytree(model, workspace / "mine")
     model.unlink()
     shutil.move(workspace / "mine", model)
-    refuse = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
-    )
-    template = model / "chat_template.jinja"
-    template.write_text(refuse + template.read_text())
+    return model / "chat_template.jinja"
 
 
 SYSTEM_TURN = pair(
@@ -76,8 +73,12 @@ SYSTEM_TURN = pair(
 
 
 def test_a_prompt_that_the_chat_template_refuses_is_a_bad_row(
-    tiny_params: MakeParams, without_system_turns: None
+    tiny_params: MakeParams, chat_template: Path
 ) -> None:
+    refuse = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    )
+    chat_template.write_text(refuse + chat_template.read_text())
     sources = {"own.jsonl": [*PAIRS, SYSTEM_TURN]}
     main(tiny_params(sources, prompt_format="chat", max_bad_share=0.05), "r0")
     assert read("rounds/r0/prepare/metrics.json")["rows_bad"] == 1
@@ -92,11 +93,24 @@ def test_a_prompt_that_the_chat_template_refuses_is_a_bad_row(
 
 
 def test_a_chat_template_that_cannot_be_used_is_refused_before_the_data(
-    tiny_params: MakeParams, without_system_turns: None
+    tiny_params: MakeParams, chat_template: Path
 ) -> None:
-    Path("assets/model/chat_template.jinja").write_text("{% for message in messages %}")
+    chat_template.write_text("{% for message in messages %}")
     with pytest.raises(BadInput, match="chat template of assets/model cannot render"):
         main(tiny_params({"own.jsonl": ["no JSON"]}, prompt_format="chat"), "r0")
+
+
+def test_answers_are_not_learnt_as_thoughts(tiny_params: MakeParams, chat_template: Path) -> None:
+    """By the template of Qwen3.5, which begins a thought in each prompt unless told not to."""
+    template = tokenizer_of("qwen3_5_text").chat_template
+    chat_template.write_text(template)
+    with pytest.raises(BadInput, match=r"answer with <think>, and (\d+) of \1 responses have no"):
+        main(tiny_params({"own.jsonl": PAIRS}, prompt_format="chat"), "r0")
+    main(tiny_params({"own.jsonl": PAIRS}, prompt_format="plain"), "r0")
+    thoughtful = [row | {"chosen": f"Hm.</think>{row['chosen']}"} for row in PAIRS]
+    main(tiny_params({"own.jsonl": thoughtful}, prompt_format="chat"), "r0")
+    chat_template.write_text("{% set enable_thinking = false +%}" + template)  # as assets writes it
+    main(tiny_params({"own.jsonl": PAIRS}, prompt_format="chat"), "r0")
 
 
 def test_tiny_data_have_each_text_on_one_side(tiny_params: MakeParams) -> None:
