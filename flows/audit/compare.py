@@ -166,7 +166,9 @@ class Contest:
             return Answers(passes)
         base = self.reference_model
         policy = None if loaded is base else loaded
-        scored = [respond.scored(one, policy, lambda: nullcontext(base)) for one in passes]
+        scored = [
+            respond.scored(self.prompts, one, policy, lambda: nullcontext(base)) for one in passes
+        ]
         return Answers(passes, [[response.kl for response in one] for one in scored])
 
     def has_tokens_of_reference(self, model: LocalModel) -> bool:

@@ -2,7 +2,6 @@
 
 import ipaddress
 import os
-from typing import Any
 
 from flows.core.services import listen
 from flows.serving.accepted_model import find_model
@@ -43,12 +42,12 @@ def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
     listener = listen(host, port)
     setup_torch(params)
     folder = stage_dir(round_, "reward") / "model"
-    tokenizer = load_tokenizer(folder)
-    scorer = RewardScorer(folder, tokenizer, params)
+    scorer = RewardScorer(folder, params)
+    texts = load_texts(scorer, params)
     batch_tokens = CPU_BATCH_TOKENS if default_device().type == "cpu" else GPU_BATCH_TOKENS
     queue = ScoringQueue(scorer.tokens, batch_tokens, WAITING_BATCHES * batch_tokens)
     config = uvicorn.Config(
-        make_app(model, load_texts(tokenizer, params), queue, token),
+        make_app(model, texts, queue, token),
         access_log=False,
         log_level="warning",
         limit_concurrency=CONNECTIONS,
@@ -63,9 +62,19 @@ def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
         queue.close()
 
 
-def load_texts(tokenizer: Any, params: Params) -> Texts:
-    """How texts become tokens of the project's base model."""
+def load_texts(scorer: RewardScorer, params: Params) -> Texts:
+    """How texts become tokens of the project's base model.
+
+    Raises:
+        BadInput: the reward model has other tokens.
+    """
     base = ASSETS / "model"
+    tokenizer = load_tokenizer(base)
+    if not scorer.reads(tokenizer):
+        raise BadInput(
+            "the reward model's tokens are not those of assets.model, whose template requests "
+            "have: serve reward.model itself, e.g. with vLLM"
+        )
     config = load_config(base).get_text_config()
     end_texts = tokenizer.convert_ids_to_tokens(saved_end_tokens(base, tokenizer).ids)
     max_tokens = min(LENGTHS * params.reward.max_length, config.max_position_embeddings)

@@ -93,9 +93,9 @@ class ResponseScorer(_Model):
     """Scores responses as the reward stage does: calibrated, all members of an ensemble."""
 
     def load(self, whole: Path, trained: Path) -> None:
-        from stages.lib.lm.loading import load_reward_model, load_tokenizer
+        from stages.lib.lm.loading import load_any_tokenizer, load_reward_model
 
-        self.tokenizer = load_tokenizer(whole)
+        self.tokenizer = load_any_tokenizer(whole)
         self.model = load_reward_model(trained, self.params.model)
 
     def predict(self, model_input: DataFrame) -> list[float]:  # type: ignore[override]

@@ -86,7 +86,7 @@ def try_reward_model(params: Params, round_: str) -> None:
     tokenizer, model = load_tokenizer(sft / "model"), load_causal_lm(sft / "model", params.model)
     for manifest in (sft / "manifest.json", reward / "manifest.json"):
         check_template(manifest, tokenizer, params.prepare.prompt_format)
-    scorer = RewardScorer(reward / "model", tokenizer, params)
+    scorer = RewardScorer(reward / "model", params)
     demonstrations = calibration_demonstrations(round_, params.seed)
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl")
     held_out, pair_scores = scored_pairs(data, reward)
@@ -102,7 +102,7 @@ def try_reward_model(params: Params, round_: str) -> None:
 
     # 3. what PPO starts from: SFT samples beside demonstrations, and if a higher score is better
     rows = shuffled(dedupe_prompts(prompts), params.seed)[: config.prompts]
-    samples = sample_and_score(model, scorer, judge, rows, max(config.best_of), params)
+    samples = sample_and_score(model, tokenizer, scorer, judge, rows, max(config.best_of), params)
     scores = {
         "demonstrations": demonstration_scores(demonstrations, scorer),
         **scores_by_side(pair_scores),

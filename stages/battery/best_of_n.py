@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
@@ -62,6 +64,7 @@ class ScoredSamples:
 
 def sample_and_score(
     model: Any,
+    tokenizer: PreTrainedTokenizerBase,
     scorer: RewardScorer,
     judge: PrimaryJudge,
     rows: Sequence[PromptRow],
@@ -69,14 +72,17 @@ def sample_and_score(
     params: Params,
 ) -> ScoredSamples:
     """Sample and score as PPO does: the reward model reads the sampled tokens, which end with the
-    canonical end token.
+    canonical end token; or the texts, if it has a tokenizer of its own.
     """
     prompts = [row["prompt"] for row in rows]
     repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    responses = responder(params, scorer.tokenizer)(model, repeated, params.seed)
+    responses = responder(params, tokenizer)(model, repeated, params.seed)
     texts = [response.text for response in responses]
-    ends = end_tokens(model, scorer.tokenizer)
-    sequences = [response.prompt_ids + ends.close(response.tokens) for response in responses]
+    if scorer.reads(tokenizer):
+        ends = end_tokens(model, tokenizer)
+        sequences = [response.prompt_ids + ends.close(response.tokens) for response in responses]
+    else:
+        sequences = scorer.encode(repeated, texts)
     disagreement = None
     if len(ensemble_members(scorer.model)) > 1:
         disagreement = float(scorer.scores_per_member(sequences).std(0).mean())

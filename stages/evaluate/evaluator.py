@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.lib.core.champion import anchor_path
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
@@ -16,11 +16,11 @@ from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_policy,
-    load_reward_model_for,
     load_tokenizer,
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.responses import ScoredResponse, responder
+from stages.lib.lm.scoring import RewardScorer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Evaluator:
         anchor = anchor_path(round_)
         same = anchor == self.sft_path
         self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
-        self.reward = load_reward_model_for(self.tokenizer, self.reward_path, params.model)
+        no_reward_model = is_placeholder(self.reward_path)
+        self.scorer = None if no_reward_model else RewardScorer(self.reward_path, params)
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""
@@ -75,10 +76,14 @@ class Evaluator:
         """
         responses = self.respond(model, self.prompts, self.params.seed * 1000 + number)
         policy = None if model is self.sft else model
-        scored = self.respond.scored(responses, policy, lambda: nullcontext(self.sft), self.reward)
+        scored = self.respond.scored(
+            self.prompts, responses, policy, lambda: nullcontext(self.sft), self.scorer
+        )
         from_anchor = scored
         if self.anchor is not self.sft:
-            from_anchor = self.respond.scored(responses, model, lambda: nullcontext(self.anchor))
+            from_anchor = self.respond.scored(
+                self.prompts, responses, model, lambda: nullcontext(self.anchor)
+            )
         return [
             Sample(**vars(sample), kl_anchor=other.kl)
             for sample, other in zip(scored, from_anchor, strict=True)

@@ -152,7 +152,7 @@ def exploit_metrics(
         rows = read_rows(Exploit, previous / "replay/data/exploits.jsonl")
         earlier = [row["suffix"] for row in rows]
     if earlier:
-        previous_scorer = RewardScorer(previous / "reward/model", sampler.tokenizer, params)
+        previous_scorer = RewardScorer(previous / "reward/model", params)
         previous_chosen = chosen_scores(previous / "reward")
         before = pairs_flipped(earlier, held_out, previous_scorer, previous_chosen)
         after = pairs_flipped(earlier, held_out, sampler.scorer, chosen)

@@ -46,15 +46,12 @@ class Sampler:
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
         reward = stage_dir(round_, "reward") / "model"
-        self.scorer = (
-            None if is_placeholder(reward) else RewardScorer(reward, self.tokenizer, params)
-        )
+        self.scorer = None if is_placeholder(reward) else RewardScorer(reward, params)
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
         """One scored response of the policy per prompt."""
         responses = self.policy_texts(prompts, seed)
-        reward_model = self.scorer.model if self.scorer else None
-        return self.respond.scored(responses, self.model, self.reference, reward_model)
+        return self.respond.scored(prompts, responses, self.model, self.reference, self.scorer)
 
     def policy_texts(self, prompts: Sequence[Prompt], seed: int) -> list[Response]:
         """One response of the policy per prompt, not scored."""

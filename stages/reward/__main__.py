@@ -15,7 +15,7 @@ Run: `python -m stages.reward --round r0`.
 import hashlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_jsonl, write_text
 from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Algorithm, Critic, Engine
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
@@ -44,9 +45,10 @@ from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     MEMBERS,
-    check_same_tokens,
+    load_any_tokenizer,
     load_sequence_classifier,
     load_tokenizer,
+    reads_other_tokens,
     resolve_dtype,
     setup_torch,
     training_model_params,
@@ -126,17 +128,13 @@ class RewardModelTrainer:
         """A reward model that others made; returns it calibrated.
 
         Raises:
-            BadInput: it reads other tokens than the policy, or is an ensemble or an adapter.
+            BadInput: it is an ensemble or an adapter.
         """
         check_unchanged("reward_model", self.params)
         if is_adapter(folder):
             raise BadInput(f"reward.model {folder}: an adapter: merge it")
         if (folder / MEMBERS).exists():
             raise BadInput(f"reward.model {folder}: an ensemble: name one member")
-        otherwise = (
-            "name it in ppo.rewards, which give it texts, and audit it with `rondo audit-reward`"
-        )
-        check_same_tokens(folder, self.tokenizer, "reward.model", otherwise)
         model = load_sequence_classifier(folder, self.params.model, new_head=False)
         return set_calibration(
             model,
@@ -162,13 +160,16 @@ def main(params: Params, round_: str) -> None:
     recorder = MetricLogger("reward", round_, writes=world.is_main())
     tokenizer = load_tokenizer(ASSETS / "model")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    trainer = RewardModelTrainer(
+    trainer = reader = RewardModelTrainer(
         params, tokenizer, calibration_demonstrations(round_, params.seed), recorder
     )
     labelled = trainer.read("annotate", "pairs_train")
     if not labelled.rows:
         return write_no_model(params, recorder, tokenizer)
-    held_out = trainer.read("prepare", "pairs_eval")
+    if given := params.reward.model:
+        given_folder = model_folder(given, "reward.model")
+        reader = replace(trainer, tokenizer=tokenizer_of(given_folder, tokenizer, params))
+    held_out = reader.read("prepare", "pairs_eval")
     chosen, rejected = map(held_out.texts, SIDES)
 
     # 2. split off the pairs of the judge, if there is one: no prompt trains both models
@@ -183,17 +184,15 @@ def main(params: Params, round_: str) -> None:
         train_judge(trainer, judge_rows, previous / "judge", sft / "model", folder / "judge")
     elif world.is_main():
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
-    given = params.reward.model
     trained_on = [] if given else train_rows + make_hard_negatives(train_rows, params)
     start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
     if given:
-        start = Path(given)
-        members = [trainer.take(model_folder(given, "reward.model"))]
+        start, members = Path(given), [reader.take(given_folder)]
     else:
         seeds = range(params.seed, params.seed + params.reward.ensemble)
         members = [trainer.train(trained_on, start, continues, seed) for seed in seeds]
-    model = join_ensemble(members, params.reward.ensemble_reduce, trainer.demonstration_ids())
-    world.in_main(lambda: save_ensemble(model, tokenizer, folder / "model"))
+    model = join_ensemble(members, params.reward.ensemble_reduce, reader.demonstration_ids())
+    world.in_main(lambda: save_ensemble(model, reader.tokenizer, folder / "model"))
 
     # 4. check that a fresh process gets the same scores from the saved model, for the same batch
     reload_ids = chosen[:RELOAD_ROWS]
@@ -231,6 +230,31 @@ def main(params: Params, round_: str) -> None:
     accuracy, low, high = (metrics[name] for name in interval_names("accuracy"))
     interval = f"{accuracy:.3f} [{low:.3f}, {high:.3f}] over {metrics['pairs']} pairs"
     print(f"[reward@{round_}] held-out accuracy {interval}", flush=True)
+
+
+def tokenizer_of(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, params: Params
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model that others made: that of assets.model, or its own.
+
+    Raises:
+        BadInput: it has its own, and a setting needs that it reads the policy's tokens.
+    """
+    if not reads_other_tokens(folder, tokenizer):
+        return tokenizer
+    ppo = params.ppo
+    has_critic = params.algorithm is Algorithm.ppo and not ppo.model and ppo.critic is Critic.reward
+    needs = {
+        "set ppo.critic to policy": has_critic,
+        "set ppo.engine to local": ppo.engine is not Engine.local,
+        "set ppo.reward_url to null": ppo.reward_url is not None,
+    }
+    if changes := [change for change, is_needed in needs.items() if is_needed]:
+        raise BadInput(
+            f"reward.model {folder}: its tokens are not those of assets.model, so it gets texts. "
+            f"Next: {', '.join(changes)}"
+        )
+    return load_any_tokenizer(folder)
 
 
 def write_no_model(

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from flows.execution import fork_server
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, read_jsonl, stage_dir, work_dir, write_json
-from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.reward.__main__ import split_judge_pairs
 from stages.reward.saving import RELOAD_TOLERANCE, reload_difference
@@ -215,7 +214,7 @@ def test_a_head_that_was_saved_as_another(planted, monkeypatch):
     """
     monkeypatch.delenv(fork_server.VARIABLE)
     scorer, texts = (
-        RewardScorer(MODEL, load_tokenizer(MODEL), settings(world(), {})),
+        RewardScorer(MODEL, settings(world(), {})),
         [[5, 6, 7], [8, 9]],
     )
     before = scorer.raw(texts)

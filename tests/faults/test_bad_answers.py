@@ -258,7 +258,7 @@ def test_results_of_functions(values: Any) -> None:
 def test_requests_to_the_reward_service(scorer: Any) -> None:  # noqa: F811
     """400 with the key; the service goes on, and scores a good request as before."""
     queue = ScoringQueue(scorer.tokens, 4096, 10**6)
-    app = make_app(MODEL, load_texts(scorer.tokenizer, scorer.params), queue)
+    app = make_app(MODEL, load_texts(scorer, scorer.params), queue)
     classify = {"model": "any", "input": REQUEST["query"], "use_activation": False}
 
     inputs = bad_json(REQUEST).map(lambda body: ("get_reward", body)) | bad_json(classify).map(

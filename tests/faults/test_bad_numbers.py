@@ -18,7 +18,6 @@ from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.responses import Response
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.thresholds import THRESHOLDS
@@ -114,9 +113,8 @@ def test_a_reward_model_with_another_vocabulary(
     folder = Path("rounds/r0/reward/model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 9}))
-    tokenizer = load_tokenizer(Path("rounds/r0/sft/model"))
     message = r"reward/model: config\.json's vocab_size is 9, but the tokenizer of .* has \d+ tok"
     with pytest.raises(BadInput, match=message):
         load_roles(params, Path("rounds/r0/sft/model"), folder)
     with pytest.raises(BadInput, match=message):
-        RewardScorer(folder, tokenizer, params)
+        RewardScorer(folder, params)

@@ -170,7 +170,7 @@ def make_round(
         save_model(reward, tokenizer, folder / "reward/model")
         pairs, score = (
             read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""),
-            RewardScorer(folder / "reward/model", tokenizer, params),
+            RewardScorer(folder / "reward/model", params),
         )
         sides = {
             side: score([row["prompt"] for row in pairs], [row[side] for row in pairs])

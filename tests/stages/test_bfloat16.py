@@ -137,7 +137,7 @@ def check_reward_model(params: Params) -> None:
     assert dtypes("reward/model/model.safetensors") == {torch.bfloat16}
     assert metrics_of("reward")["reload_max_difference"] == 0.0
     folder = ROUND / "reward/model"
-    scorer = RewardScorer(folder, load_tokenizer(folder), params)
+    scorer = RewardScorer(folder, params)
     pairs = read_jsonl(ROUND / "prepare/data/pairs_eval.jsonl", "")
     scores = {row["id"]: row["chosen"] for row in read_jsonl(ROUND / "reward/scores.jsonl", "")}
     again = scorer([row["prompt"] for row in pairs], [row["chosen"] for row in pairs])
@@ -171,7 +171,7 @@ def check_badcases(params: Params, sampled: list[TokenIds]) -> None:
     """
     assert metrics_of("replay")["badcases"] > 0
     folder = ROUND / "reward/model"
-    scorer = RewardScorer(folder, load_tokenizer(folder), params)
+    scorer = RewardScorer(folder, params)
     texts = scorer.tokenizer.batch_decode(sampled, skip_special_tokens=True)
     tokens_of = dict(zip(texts, sampled, strict=True))
     fresh = [

@@ -42,7 +42,7 @@ def params(make_round: Callable[[str, float], Params]) -> Params:
 
 def expected_scores(params: Params, prompts: list[Any]) -> Any:
     """Scores of empty responses, which are EOS alone."""
-    scorer = RewardScorer(REWARD, load_tokenizer(SFT), params)
+    scorer = RewardScorer(REWARD, params)
     return pytest.approx(scorer(prompts, [""] * len(prompts)), abs=1e-4)
 
 
@@ -60,9 +60,9 @@ def test_sft_and_annotate(params: Params) -> None:
 
 def test_battery(params: Params) -> None:
     model, tokenizer = load_causal_lm(SFT, params.model), load_tokenizer(SFT)
-    scorer = RewardScorer(REWARD, tokenizer, params)
+    scorer = RewardScorer(REWARD, params)
     judge = load_primary_judge(params, "r0")
-    samples = sample_and_score(model, scorer, judge, ROWS, 1, params)
+    samples = sample_and_score(model, tokenizer, scorer, judge, ROWS, 1, params)
     assert samples.scores == expected_scores(params, PROMPTS)
 
 

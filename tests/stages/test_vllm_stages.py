@@ -66,8 +66,8 @@ def test_sft_annotate_and_capability(params: Params, requests: Requests) -> None
 
 def test_battery(params: Params, requests: Requests) -> None:
     model, tokenizer = load_causal_lm(SFT, params.model), load_tokenizer(SFT)
-    scorer, judge = RewardScorer(REWARD, tokenizer, params), load_primary_judge(params, "r0")
-    sample_and_score(model, scorer, judge, ROWS, 3, params)
+    scorer, judge = RewardScorer(REWARD, params), load_primary_judge(params, "r0")
+    sample_and_score(model, tokenizer, scorer, judge, ROWS, 3, params)
     assert requests() == [(8, 0.9, False)] * 6
 
 

@@ -117,7 +117,7 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         folder = stage_dir(round_, "reward") / "judge"
     else:
         folder = model_folder(named, "evaluate.judges")
-    scorer = RewardScorer(folder, load_tokenizer(folder), params)
+    scorer = RewardScorer(folder, params)
     if not is_calibrated(scorer.model):
         calibrate(scorer, named, round_, params)
     return PointwiseJudge(named, scorer, margin)

@@ -189,11 +189,20 @@ def load_any_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def reads_other_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model has other tokens than a tokenizer. The folder of an adapter may have none,
+    and that of a placeholder has none.
+    """
+    no_tokenizer = is_adapter(folder) and not (folder / "tokenizer_config.json").exists()
+    if no_tokenizer or is_placeholder(folder):
+        return False
+    return load_any_tokenizer(folder).get_vocab() != tokenizer.get_vocab()
+
+
 def check_same_tokens(
     folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, otherwise: str
 ) -> None:
-    """Check that a model that others trained reads the tokens of assets.model. The folder of an
-    adapter may have no tokenizer.
+    """Check that a model that others trained reads the tokens of assets.model.
 
     Args:
         folder: of the model.
@@ -204,9 +213,7 @@ def check_same_tokens(
     Raises:
         BadInput: it has other tokens.
     """
-    if is_adapter(folder) and not (folder / "tokenizer_config.json").exists():
-        return
-    if load_any_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+    if reads_other_tokens(folder, tokenizer):
         raise BadInput(
             f"{key} {folder}: its tokens are not those of assets.model. Next: {otherwise}"
         )
@@ -409,12 +416,13 @@ def load_reward_model_for(
     params: ModelParams,
     device: torch.device | None = None,
 ) -> PreTrainedModel | None:
-    """The reward model of a round, for texts of a tokenizer; None if none was trained.
+    """The reward model of a round, for the tokens of a tokenizer; None if there is none, or if it
+    has a tokenizer of its own and reads texts (`RewardScorer`).
 
     Raises:
         BadInput: it has fewer tokens than the tokenizer.
     """
-    if is_placeholder(path):
+    if is_placeholder(path) or reads_other_tokens(path, tokenizer):
         return None
     check_vocabulary(path, tokenizer)
     return load_reward_model(path, params, device)

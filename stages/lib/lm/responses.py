@@ -1,7 +1,7 @@
 """A model answers prompts: its responses, and what reward model and reference say of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from stages.lib.lm.packing import (
     unwrap_peft,
 )
 from stages.lib.lm.scoring import (
+    RewardScorer,
     calibrate_scores,
     ensemble_members,
     ensemble_scores,
@@ -192,7 +193,7 @@ class Responder:
     Example:
         respond = responder(params, tokenizer)
         responses = respond(model, ["The dinner"], seed=0)
-        scored = respond.scored(responses, model, lambda: nullcontext(sft), reward_model)
+        scored = respond.scored(["The dinner"], responses, model, lambda: nullcontext(sft), scorer)
     """
 
     tokenizer: Any
@@ -224,20 +225,28 @@ class Responder:
 
     def scored(
         self,
+        prompts: Sequence[Prompt],
         responses: Sequence[Response],
         policy: Any | None,
         reference: Reference,
-        reward_model: Any = None,
+        scorer: RewardScorer | None = None,
     ) -> list[ScoredResponse]:
-        """Responses with their scores, by `score_responses`."""
-        return score_responses(
+        """Responses with their scores, by `score_responses`. A reward model with a tokenizer of its
+        own reads the texts.
+        """
+        reads_tokens = scorer is not None and scorer.reads(self.tokenizer)
+        scored = score_responses(
             responses,
             policy,
             reference,
             self.tokenizer,
-            reward_model=reward_model,
+            reward_model=scorer.model if scorer and reads_tokens else None,
             temperature=self.temperature,
         )
+        if scorer is None or reads_tokens:
+            return scored
+        scores = scorer(prompts, [response.text for response in responses])
+        return [replace(row, score=score) for row, score in zip(scored, scores, strict=True)]
 
 
 def responder(

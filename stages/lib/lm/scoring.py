@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.params import Params
@@ -22,7 +23,7 @@ from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import check_vocabulary, load_reward_model
+from stages.lib.lm.loading import check_vocabulary, load_any_tokenizer, load_reward_model
 from stages.lib.lm.logprobs import compare_states
 from stages.lib.lm.packing import Packed, forward_layers, hidden_states, pack, unwrap_peft
 from stages.lib.lm.world import batches_by_tokens, in_step
@@ -157,25 +158,29 @@ def reward_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
 
 
 class RewardScorer:
-    """Calibrated scores of whole responses (with EOS) by a saved reward model.
+    """Calibrated scores of whole responses (with EOS) by a saved reward model, which may have a
+    tokenizer and a chat template of its own.
 
     Args:
-        path: folder of the reward model.
-        tokenizer: its tokenizer.
+        path: folder of the reward model and its tokenizer.
         params: all params, for the model's dtype and the prompt format.
 
     Raises:
-        BadInput: there is no reward model, it is damaged, or has fewer tokens than the tokenizer.
+        BadInput: there is no reward model, it is damaged, or has fewer tokens than its tokenizer.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, params: Params) -> None:
-        check_vocabulary(path, tokenizer)
+    def __init__(self, path: Path, params: Params) -> None:
+        self.tokenizer, self.params = load_any_tokenizer(path), params
+        check_vocabulary(path, self.tokenizer)
         self.model = load_reward_model(path, params.model)
-        self.tokenizer, self.params = tokenizer, params
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """Calibrated score per response."""
         return self.tokens(self.encode(prompts, responses))
+
+    def reads(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether it reads the tokens of another model's tokenizer."""
+        return bool(self.tokenizer.get_vocab() == tokenizer.get_vocab())
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[TokenIds]:
         """Tokens of prompt, response and EOS, per response."""

@@ -27,6 +27,7 @@ from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model_for,
     load_tokenizer,
+    reads_other_tokens,
 )
 from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.saving import save_trained, weights_hash
@@ -37,7 +38,7 @@ from stages.ppo.common.outputs import describe_rows, publish_outputs, rollout_ro
 from stages.ppo.common.policy_selection import PolicySelector, Validation
 from stages.ppo.common.reference import SampledPolicy, check_reference_files
 from stages.ppo.common.resume import Resume
-from stages.ppo.common.rewards import RewardInputs, Rewards, load_rewards
+from stages.ppo.common.rewards import RewardInputs, Rewards, load_rewards, of_stage
 from stages.ppo.common.run import Run
 
 NUM_DESCRIBED_SAMPLES = 256  # responses, at most, that describe a policy before and after training
@@ -105,18 +106,23 @@ class TrainedPolicy(SampledPolicy):
             context.recorder.log_progress(update, failure)
         kept = results.kept
         inputs = inputs.select(kept)
-        ended, lengths = torch.tensor(inputs.ended), torch.tensor(inputs.lengths)
-        calibrated = (
-            torch.tensor([scored[i].score for i in kept])
-            if context.reward_model
-            else context.rewards.weighted_sum(results.parts)
+        ended, lengths, parts = (
+            torch.tensor(inputs.ended),
+            torch.tensor(inputs.lengths),
+            results.parts,
         )
-        rewards = context.rewards.combine(ppo, calibrated, results.parts, ended, lengths)
+        if (by_text := of_stage(parts)) is not None:
+            calibrated = torch.tensor(by_text)
+        elif context.reward_model:
+            calibrated = torch.tensor([scored[i].score for i in kept])
+        else:
+            calibrated = context.rewards.weighted_sum(parts)
+        rewards = context.rewards.combine(ppo, calibrated, parts, ended, lengths)
         scored_rows = rollout_rows(
             update,
             inputs,
             scores=calibrated,
-            parts=results.parts,
+            parts=parts,
             rewards=rewards,
             judge_scores=context.judge.scores(inputs.prompts, inputs.texts),
             kls=torch.tensor([scored[i].kl for i in kept]),
@@ -212,7 +218,8 @@ def load_prompts(params: Params, round_: str) -> Prompts:
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     rows = read_rows(TrainingPrompt, prompts_path(round_))
-    rewards = load_rewards(params)
+    model = reward / "model"
+    rewards = load_rewards(params, model if reads_other_tokens(model, tokenizer) else None)
     rewards.check_columns(rows)
     return Prompts(tokenizer, *make_episodes(rows, tokenizer, params), rewards)
 

@@ -3,8 +3,8 @@ functions, reward models over HTTP (OpenRLHF's protocol, with more keys: docs/pp
 docs/serving.md).
 
 Each gives one number per response. PPO's score is the weighted sum of all rewards; each is also
-logged under its name. The reward stage's model itself is among them, as SERVED, if it is served
-(`ppo.reward_url`).
+logged under its name. The reward stage's model itself is among them if it is served
+(`ppo.reward_url`), or has a tokenizer of its own.
 
 A reward that failed is never a number: its episode is left out of the update and counted. If more
 than `ppo.max_failed_rewards` of the episodes failed, the run stops.
@@ -44,7 +44,9 @@ from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.responses import Response
 from stages.lib.lm.scoring import RewardScorer, is_calibrated
 
-SERVED = "ppo.reward_url"  # the name of the reward stage's model, if it is served
+# The names of the reward stage's model among the rewards: if it is served, and if it has a
+# tokenizer of its own, so that it reads texts
+SERVED, READS_TEXTS = "ppo.reward_url", "reward.model"
 REASON_CHARACTERS = 300
 COMPLETIONS = "completions"  # TRL's name for responses
 TOKEN = "RONDO_REWARD_TOKEN"  # the environment variable that `rondo serve-reward` reads, too
@@ -114,7 +116,7 @@ RewardFunction = Callable[[RewardInputs], Sequence[RewardResult]]
 
 def settings_key(name: str) -> str:
     """Where params.yaml has a reward, for errors."""
-    return name if name == SERVED else f"ppo.rewards {name}"
+    return name if name in (SERVED, READS_TEXTS) else f"ppo.rewards {name}"
 
 
 def all_failed(number: int, reason: str) -> list[RewardResult]:
@@ -509,12 +511,17 @@ def in_thread(function: Callable[[], list[RewardResult]]) -> "Future[list[Reward
     return future
 
 
-def load_rewards(params: Params) -> Rewards:
-    """The rewards of `ppo.rewards` and `ppo.reward_url`."""
+def load_rewards(params: Params, by_text: Path | None = None) -> Rewards:
+    """The rewards of `ppo.rewards` and `ppo.reward_url`.
+
+    by_text: folder of the reward stage's model if it reads other tokens than the policy; else None.
+    """
     sources, served = params.ppo.rewards, params.ppo.reward_url
     by_name = {source.name: load(source, params) for source in sources}
     if served:
         by_name[SERVED] = load_server(SERVED, f"{served.rstrip('/')}/get_reward", params)
+    elif by_text:
+        by_name[READS_TEXTS] = ModelReward(by_text, params)
     return Rewards(by_name, {source.name: source.weight for source in sources})
 
 
@@ -545,7 +552,7 @@ class ModelReward:
     """
 
     def __init__(self, folder: Path, params: Params) -> None:
-        self.scorer = RewardScorer(folder, load_tokenizer(folder), params)
+        self.scorer = RewardScorer(folder, params)
 
     def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
         return read_results(self.scores(inputs.prompts, inputs.texts), len(inputs.texts))
@@ -556,6 +563,11 @@ class ModelReward:
             return scorer(prompts, texts)
         raw: list[float] = scorer.raw(scorer.encode(prompts, texts)).tolist()
         return raw
+
+
+def of_stage(parts: dict[str, list[float]]) -> list[float] | None:
+    """Take the scores of the reward stage's model out of `parts`, if they are among them."""
+    return parts.pop(SERVED, None) or parts.pop(READS_TEXTS, None)
 
 
 def shape_scores(

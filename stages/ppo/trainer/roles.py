@@ -29,6 +29,7 @@ from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model_for,
     load_tokenizer,
+    reads_other_tokens,
 )
 from stages.lib.lm.logprobs import compare_states, response_logprobs
 from stages.lib.lm.lora import add_adapters
@@ -348,7 +349,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         critic=critic,
         tokenizer=tokenizer,
         reward_model=reward_model,
-        rewards=load_rewards(params),
+        rewards=load_rewards(params, reward if reads_other_tokens(reward, tokenizer) else None),
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,
         starts_as_reference=start is None,

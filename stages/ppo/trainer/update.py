@@ -22,7 +22,7 @@ from stages.lib.lm.responses import Response
 from stages.lib.lm.saving import sum_of_trainable
 from stages.lib.lm.world import in_step
 from stages.ppo.common.episodes import Episode, planned_updates
-from stages.ppo.common.rewards import SERVED, RewardInputs
+from stages.ppo.common.rewards import RewardInputs, of_stage
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.advantages import OnlineAlgorithm, ppo
 from stages.ppo.trainer.optimizer import make_optimizer
@@ -176,9 +176,8 @@ class PpoTrainer:
             if sampler_log_ratios is not None:
                 sampler_log_ratios = sampler_log_ratios[kept]
         parts = results.parts
-        served = parts.pop(SERVED, None)
-        if served is not None:
-            calibrated = outputs.raw_scores.new_tensor(served)
+        if (by_text := of_stage(parts)) is not None:
+            calibrated = outputs.raw_scores.new_tensor(by_text)
         elif roles.reward_view is None:
             calibrated = roles.rewards.weighted_sum(parts).to(outputs.raw_scores)
         else:

@@ -70,7 +70,7 @@ def models(params, tmp_path_factory) -> Path:
 def scorer(models, params, monkeypatch) -> RewardScorer:
     """Scores as the stages do; the working directory is the project."""
     monkeypatch.chdir(models)
-    return RewardScorer(models / "reward", load_tokenizer(models / "reward"), params)
+    return RewardScorer(models / "reward", params)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def serving(
 ) -> Iterator[str]:
     """A server of the queue's reward model; gives its address."""
     listener = listen("127.0.0.1", 0)
-    app = make_app(model, load_texts(scorer.tokenizer, scorer.params), queue, **options)
+    app = make_app(model, load_texts(scorer, scorer.params), queue, **options)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -1,6 +1,7 @@
 """The command `rondo serve-reward`, as a user runs it."""
 
 import json
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -8,13 +9,16 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from flows import cli
-from flows.serving.server import TOKEN
+from flows.serving.server import TOKEN, load_texts
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import rounds
 from tests.flows.serving.conftest import make_judged_project, repro
 from tests.servers import start_rondo
 from tests.stages.gate.test_gate import BATTERY
+from tests.tokenizers import add_token
 
 
 @pytest.fixture
@@ -45,6 +49,14 @@ def test_the_command_serves_until_a_signal(project, scorer, monkeypatch):
     server.send_signal(signal.SIGINT)
     _, errors = server.communicate(timeout=60)
     assert (server.returncode, errors) == (130, "rondo: stopped\n")
+
+
+def test_a_reward_model_with_other_tokens_is_not_served(models, scorer, tmp_path) -> None:
+    shutil.copytree(models / "reward", tmp_path / "mine")
+    add_token(tmp_path / "mine")
+    scorer.tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    with pytest.raises(BadInput, match=r"tokens are not those of assets\.model, whose templ"):
+        load_texts(scorer, scorer.params)
 
 
 def test_what_keeps_the_server_from_starting_is_named(project, capsys):

@@ -70,7 +70,7 @@ def test_the_server_alone_gives_the_champion_and_the_reward_model(
     ]
     pairs = read_jsonl(stage_dir("r0", "prepare") / "data/pairs_eval.jsonl", "")
     rows = [{"prompt": pair["prompt"], "response": pair["chosen"]} for pair in pairs]
-    scorer = RewardScorer(stage_dir("r0", "reward") / "model", evaluator.tokenizer, params)
+    scorer = RewardScorer(stage_dir("r0", "reward") / "model", params)
     scores = scorer(*([row[name] for row in rows] for name in ("prompt", "response")))
 
     elsewhere = tmp_path / "elsewhere"

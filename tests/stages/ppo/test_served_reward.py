@@ -12,7 +12,6 @@ from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
 from stages.lib.core.files import file_hash, read_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main as ppo
 from stages.ppo.common.rewards import check_served_model
@@ -27,7 +26,7 @@ class Service:
     """The scores of the round's reward model, or what `spoil` makes of them."""
 
     def __init__(self, params: Params) -> None:
-        self.scorer = RewardScorer(FOLDER, load_tokenizer(FOLDER), params)
+        self.scorer = RewardScorer(FOLDER, params)
         self.spoil: Any = lambda scores: scores
 
     def __call__(self, sequences: list[list[int]]) -> list[float]:

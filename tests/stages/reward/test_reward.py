@@ -121,7 +121,7 @@ def test_scores_are_centred_on_a_sample_of_held_out_demonstrations(
     write_jsonl(Path("rounds/r0/prepare/data/sft_eval.jsonl"), rows)
     main(params, "r0")
     model = Path("rounds/r0/reward/model")
-    scorer = RewardScorer(model, AutoTokenizer.from_pretrained(model), params)
+    scorer = RewardScorer(model, params)
     scores = torch.tensor(
         scorer([row["prompt"] for row in rows], [row["completion"] for row in rows])
     )

@@ -30,8 +30,8 @@ class SftParams(TrainParams):
 class RewardParams(TrainParams):
     model: PathText | None = Field(
         None,
-        description="Folder or `org/name@COMMIT` of a reward model to use as it is, with the "
-        "tokens of assets.model; null: train one.",
+        description="Folder or `org/name@COMMIT` of a reward model to use as it is; null: "
+        "train one.",
     )
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=2, description="Pairs per forward pass.")

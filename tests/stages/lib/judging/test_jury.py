@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
@@ -137,7 +136,7 @@ def test_apart_is_the_second_reward_model(make_round):
         [Comparison("The dinner", " took too long.", " was great.")]
     )
     assert sorted([votes["apart"], votes["first"]]) == [[0.0], [1.0]]
-    scorer = RewardScorer(Path("first"), AutoTokenizer.from_pretrained("first"), params)
+    scorer = RewardScorer(Path("first"), params)
     long, great = scorer(["The dinner"] * 2, [" took too long.", " was great."])
     assert votes["first"] == [float(long > great)]
 

@@ -134,11 +134,11 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
     mean, std = one.config.ensemble_mean, one.config.ensemble_std
     assert scores["chosen"] == pytest.approx(((a + b) / 2 - mean) / std, abs=1e-3)
     demonstrations = read_jsonl(Path("rounds/r0/prepare/data/sft_eval.jsonl"), "")
-    unit = RewardScorer(MODEL, tokenizer, params)(
+    unit = RewardScorer(MODEL, params)(
         [row["prompt"] for row in demonstrations], [row["completion"] for row in demonstrations]
     )
     assert fmean(unit) == pytest.approx(0, abs=1e-3) and stdev(unit) == pytest.approx(1, abs=1e-3)
-    scorer = RewardScorer(MODEL, tokenizer, params)
+    scorer = RewardScorer(MODEL, params)
     assert scorer.scores_per_member([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx(
         [a, b], abs=1e-4
     )

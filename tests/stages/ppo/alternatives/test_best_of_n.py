@@ -21,7 +21,7 @@ def test_each_prompts_best_rewarded_response_is_learnt(context):
     model = add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM").eval()
     choice = choose(TrainedPolicy(model, context), context)
     eos = context.tokenizer.eos_token_id
-    scorer = RewardScorer(Path("rounds/r0/reward/model"), context.tokenizer, context.params)
+    scorer = RewardScorer(Path("rounds/r0/reward/model"), context.params)
     assert choice.prompts == [tokens for _, tokens in context.prompts]
     assert [row["id"] for row in choice.rows] == [
         row["id"] for row, _ in context.prompts for _ in range(4)
