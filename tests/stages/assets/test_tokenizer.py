@@ -101,6 +101,17 @@ def test_prompt_and_response_are_the_conversation_as_its_family_writes_it(
     assert again == tokenizer.decode(prompt)
 
 
+def test_what_begins_an_answer_is_in_the_prompt_but_thoughts_are_not(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}<{{ m.role }}>BEGINS{{ m.content }}<|end|>{% endfor %}"
+    template = turns + "{{ '<assistant>' if add_generation_prompt else '' }}\n"
+    for begins, expected in (("~", "~"), ("<think></think>", "")):
+        written_template = template.replace("BEGINS", f"{{{{ '{begins}' if m.role != 'user' }}}}")
+        folder = tmp_path / expected
+        tokenizer = written(folder, written_template, ["<|end|>"], prompt_format="chat")
+        prompt = render_prompt(tokenizer, "Hi", PromptFormat.chat)
+        assert prompt == f"<user>Hi<|end|><assistant>{expected}"
+
+
 def test_a_plain_response_ends_with_eos(tmp_path: Path) -> None:
     tokenizer = written(tmp_path, GEMMA, ["<start_of_turn>", "<end_of_turn>"])
     _, response = encode(tokenizer, "The dinner", " was good.", PromptFormat.plain)
