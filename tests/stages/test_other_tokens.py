@@ -14,12 +14,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 
 from stages.assets.inputs import main as inputs
 from stages.battery.__main__ import main as battery
+from stages.battery.best_of_n import sample_and_score
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.policy import Algorithm, Critic, Engine
 from stages.lib.data.rollouts import read_rollouts
+from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main as ppo
 from stages.replay.__main__ import main as replay
 from stages.reward.__main__ import main as reward
@@ -92,6 +96,23 @@ def test_all_stages_score_the_texts(given: Params, algorithm: str) -> None:
     for prompt, response, number in scored:
         assert number == pytest.approx(score(prompt, response), abs=1e-3)
     assert metrics("replay")["badcases"] > 0
+
+
+def test_the_battery_scores_the_texts_of_its_samples(given: Params) -> None:
+    reward(given, "r0")
+    sft = Path("rounds/r0/sft/model")
+    samples = sample_and_score(
+        load_causal_lm(sft, given.model),
+        load_tokenizer(sft),
+        RewardScorer(Path("rounds/r0/reward/model"), given),
+        load_primary_judge(given, "r0"),
+        [{"id": "a", "prompt": "The dinner"}, {"id": "b", "prompt": "Our meeting"}],
+        2,
+        given,
+    )
+    prompts = [prompt for prompt in samples.prompts for _ in range(2)]
+    expected = [score(prompt, text) for prompt, text in zip(prompts, samples.texts, strict=True)]
+    assert samples.scores == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
