@@ -106,11 +106,8 @@ class TrainedPolicy(SampledPolicy):
             context.recorder.log_progress(update, failure)
         kept = results.kept
         inputs = inputs.select(kept)
-        ended, lengths, parts = (
-            torch.tensor(inputs.ended),
-            torch.tensor(inputs.lengths),
-            results.parts,
-        )
+        ended, lengths = torch.tensor(inputs.ended), torch.tensor(inputs.lengths)
+        parts = results.parts
         if (by_text := of_stage(parts)) is not None:
             calibrated = torch.tensor(by_text)
         elif context.reward_model:
