@@ -28,6 +28,7 @@ from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_
 from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm, Critic, Engine
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
@@ -40,7 +41,12 @@ from stages.lib.data.lengths import (
     report_overlong,
     tokenize_fitting,
 )
-from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.data.prompts import (
+    RESPONSE_END,
+    check_template,
+    template_hash,
+    text_after_response,
+)
 from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
@@ -48,14 +54,13 @@ from stages.lib.lm.loading import (
     load_any_tokenizer,
     load_sequence_classifier,
     load_tokenizer,
-    reads_other_tokens,
     resolve_dtype,
     setup_torch,
     training_model_params,
 )
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import calibrate_scores, reward_scores, set_calibration
+from stages.lib.lm.scoring import calibrate_scores, reads_alike, reward_scores, set_calibration
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
@@ -130,7 +135,6 @@ class RewardModelTrainer:
         Raises:
             BadInput: it is an ensemble or an adapter.
         """
-        check_unchanged("reward_model", self.params)
         if is_adapter(folder):
             raise BadInput(f"reward.model {folder}: an adapter: merge it")
         if (folder / MEMBERS).exists():
@@ -167,8 +171,9 @@ def main(params: Params, round_: str) -> None:
     if not labelled.rows:
         return write_no_model(params, recorder, tokenizer)
     if given := params.reward.model:
+        check_unchanged("reward_model", params)
         given_folder = model_folder(given, "reward.model")
-        reader = replace(trainer, tokenizer=tokenizer_of(given_folder, tokenizer, params))
+        reader = replace(trainer, tokenizer=tokenizer_for(given_folder, tokenizer, params))
     held_out = reader.read("prepare", "pairs_eval")
     chosen, rejected = map(held_out.texts, SIDES)
 
@@ -232,15 +237,19 @@ def main(params: Params, round_: str) -> None:
     print(f"[reward@{round_}] held-out accuracy {interval}", flush=True)
 
 
-def tokenizer_of(
+def tokenizer_for(
     folder: Path, tokenizer: PreTrainedTokenizerBase, params: Params
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that others made: that of assets.model, or its own.
+    """The tokenizer of a reward model that others made: that of assets.model, or its own. With it,
+    a conversation ends as in its chat template, as TRL and Skywork train.
 
     Raises:
         BadInput: it has its own, and a setting needs that it reads the policy's tokens.
     """
-    if not reads_other_tokens(folder, tokenizer):
+    own = load_any_tokenizer(folder)
+    if params.prepare.prompt_format is PromptFormat.chat and own.chat_template:
+        own.init_kwargs[RESPONSE_END] = text_after_response(own)
+    if reads_alike(own, tokenizer):
         return tokenizer
     ppo = params.ppo
     has_critic = params.algorithm is Algorithm.ppo and not ppo.model and ppo.critic is Critic.reward
@@ -254,7 +263,7 @@ def tokenizer_of(
             f"reward.model {folder}: its tokens are not those of assets.model, so it gets texts. "
             f"Next: {', '.join(changes)}"
         )
-    return load_any_tokenizer(folder)
+    return own
 
 
 def write_no_model(

@@ -34,6 +34,8 @@ PROBE = [
     {"role": "user", "content": "And\n3 + 3?"},
 ]
 OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*$")
+LAST_TURN = "It is 6, of course."
+RESPONSE_END = "response_end"
 # "Today" in chat templates that print the date, in every stage: else prompts would be other ones on
 # the next day. It is the day that Llama's templates print if they are not given one.
 DAY = datetime(2024, 7, 26)
@@ -144,6 +146,27 @@ def with_bos(tokenizer: Any, prompt_ids: list[int]) -> list[int]:
     )
 
 
+def text_after_response(tokenizer: Any) -> str:
+    """What the chat template writes after an assistant's text: `<|im_end|>` and a line break in
+    Qwen's.
+    """
+    talk = [*PROBE, {"role": "assistant", "content": LAST_TURN}]
+    rendered: str = tokenizer.apply_chat_template(
+        talk, chat_template=chat_template(tokenizer), tokenize=False
+    )
+    return rendered.rpartition(LAST_TURN)[2]
+
+
+def end_of_response(tokenizer: Any) -> TokenIds:
+    """The tokens after a response: EOS, or those of the text that a reward model was trained to
+    read there (RESPONSE_END in its tokenizer_config.json).
+    """
+    text = tokenizer.init_kwargs.get(RESPONSE_END)
+    if text is None:
+        return [tokenizer.eos_token_id]
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
 def text_with_bos(tokenizer: Any, text: str) -> str:
     """`with_bos` for the text of a prompt, for programs that tokenise without special tokens."""
     bos = tokenizer.bos_token
@@ -206,7 +229,8 @@ def encode(
         max_length: tokens of both together at most; None: no limit. See `cut_to`.
 
     Returns:
-        (prompt_ids, response_ids). response_ids ends with EOS; it is empty if `response` is None.
+        (prompt_ids, response_ids). response_ids ends with EOS, or as `end_of_response` says; it is
+        empty if `response` is None.
 
     Raises:
         BadInput: the format is `chat` and the tokenizer has no chat template.
@@ -214,7 +238,7 @@ def encode(
     Example:
         >>> from types import SimpleNamespace
         >>> class Letters:  # a tokenizer whose tokens are letters; 0 is EOS
-        ...     bos_token_id, eos_token_id = None, 0
+        ...     bos_token_id, eos_token_id, init_kwargs = None, 0, {}
         ...     def __call__(self, text, add_special_tokens):
         ...         return SimpleNamespace(input_ids=[ord(letter) - 96 for letter in text])
         >>> encode(Letters(), "abc", "de", PromptFormat.plain)
@@ -226,7 +250,7 @@ def encode(
     prompt_ids = with_bos(tokenizer, tokenizer(rendered, add_special_tokens=False).input_ids)
     response_ids: list[int] = []
     if response is not None:
-        response_ids = [*continuing_tokens(tokenizer, response), tokenizer.eos_token_id]
+        response_ids = [*continuing_tokens(tokenizer, response), *end_of_response(tokenizer)]
     if max_length is None:
         return prompt_ids, response_ids
     prompt_ids, [response_ids] = cut_to(tokenizer, max_length, prompt_ids, [response_ids])

@@ -24,7 +24,6 @@ from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import is_placeholder
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import cores, is_launched, local_rank
 from stages.lib.core.model_folders import (
@@ -189,20 +188,11 @@ def load_any_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def reads_other_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model has other tokens than a tokenizer. The folder of an adapter may have none,
-    and that of a placeholder has none.
-    """
-    no_tokenizer = is_adapter(folder) and not (folder / "tokenizer_config.json").exists()
-    if no_tokenizer or is_placeholder(folder):
-        return False
-    return load_any_tokenizer(folder).get_vocab() != tokenizer.get_vocab()
-
-
 def check_same_tokens(
     folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, otherwise: str
 ) -> None:
-    """Check that a model that others trained reads the tokens of assets.model.
+    """Check that a model that others trained reads the tokens of assets.model. The folder of an
+    adapter may have no tokenizer.
 
     Args:
         folder: of the model.
@@ -213,7 +203,9 @@ def check_same_tokens(
     Raises:
         BadInput: it has other tokens.
     """
-    if reads_other_tokens(folder, tokenizer):
+    if is_adapter(folder) and not (folder / "tokenizer_config.json").exists():
+        return
+    if load_any_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise BadInput(
             f"{key} {folder}: its tokens are not those of assets.model. Next: {otherwise}"
         )
@@ -408,24 +400,6 @@ def load_reward_model(
     for folder, member in zip(folders, members, strict=True):
         check_calibration(folder, member.config)
     return attach_ensemble(members[0], members[1:])
-
-
-def load_reward_model_for(
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    params: ModelParams,
-    device: torch.device | None = None,
-) -> PreTrainedModel | None:
-    """The reward model of a round, for the tokens of a tokenizer; None if there is none, or if it
-    has a tokenizer of its own and reads texts (`RewardScorer`).
-
-    Raises:
-        BadInput: it has fewer tokens than the tokenizer.
-    """
-    if is_placeholder(path) or reads_other_tokens(path, tokenizer):
-        return None
-    check_vocabulary(path, tokenizer)
-    return load_reward_model(path, params, device)
 
 
 def attach_ensemble(

@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.params import Params
-from stages.lib.core.params.shared import Reduce
+from stages.lib.core.params.shared import ModelParams, Reduce
 from stages.lib.core.types import Prompt, TokenIds
-from stages.lib.data.prompts import encode
+from stages.lib.data.prompts import encode, end_of_response
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import check_vocabulary, load_any_tokenizer, load_reward_model
+from stages.lib.lm.loading import (
+    check_vocabulary,
+    load_any_tokenizer,
+    load_reward_model,
+)
 from stages.lib.lm.logprobs import compare_states
 from stages.lib.lm.packing import Packed, forward_layers, hidden_states, pack, unwrap_peft
 from stages.lib.lm.world import batches_by_tokens, in_step
@@ -157,6 +162,39 @@ def reward_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
     return ensemble_scores(model, lambda member: member_scores(member, sequences))
 
 
+def reads_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give a response the same tokens, and end it with the same ones."""
+    same_end = end_of_response(one) == end_of_response(other)
+    return bool(same_end and one.get_vocab() == other.get_vocab())
+
+
+def reads_texts(reward_model: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a reward model reads other tokens than the policy's tokenizer has, so that it gets
+    texts. A placeholder reads nothing.
+    """
+    return not (
+        is_placeholder(reward_model) or reads_alike(load_any_tokenizer(reward_model), tokenizer)
+    )
+
+
+def load_reward_model_for(
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    params: ModelParams,
+    device: torch.device | None = None,
+) -> PreTrainedModel | None:
+    """The reward model of a round, for the tokens of a tokenizer; None if there is none, or if it
+    has a tokenizer of its own and reads texts (`RewardScorer`).
+
+    Raises:
+        BadInput: it has fewer tokens than the tokenizer.
+    """
+    if is_placeholder(path) or reads_texts(path, tokenizer):
+        return None
+    check_vocabulary(path, tokenizer)
+    return load_reward_model(path, params, device)
+
+
 class RewardScorer:
     """Calibrated scores of whole responses (with EOS) by a saved reward model, which may have a
     tokenizer and a chat template of its own.
@@ -180,7 +218,7 @@ class RewardScorer:
 
     def reads(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether it reads the tokens of another model's tokenizer."""
-        return bool(self.tokenizer.get_vocab() == tokenizer.get_vocab())
+        return reads_alike(self.tokenizer, tokenizer)
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[TokenIds]:
         """Tokens of prompt, response and EOS, per response."""

@@ -23,14 +23,10 @@ from stages.lib.data.prompts import check_template
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
-from stages.lib.lm.loading import (
-    load_causal_lm,
-    load_reward_model_for,
-    load_tokenizer,
-    reads_other_tokens,
-)
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.responses import Response, score_responses
 from stages.lib.lm.saving import save_trained, weights_hash
+from stages.lib.lm.scoring import load_reward_model_for, reads_texts
 from stages.lib.lm.vllm_engine import sampling_engine
 from stages.ppo.common.episodes import Episode, make_episodes
 from stages.ppo.common.health import WARN, Finding, Monitor
@@ -216,7 +212,7 @@ def load_prompts(params: Params, round_: str) -> Prompts:
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     rows = read_rows(TrainingPrompt, prompts_path(round_))
     model = reward / "model"
-    rewards = load_rewards(params, model if reads_other_tokens(model, tokenizer) else None)
+    rewards = load_rewards(params, model if reads_texts(model, tokenizer) else None)
     rewards.check_columns(rows)
     return Prompts(tokenizer, *make_episodes(rows, tokenizer, params), rewards)
 

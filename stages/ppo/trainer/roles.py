@@ -27,9 +27,7 @@ from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.loading import (
     default_device,
     load_causal_lm,
-    load_reward_model_for,
     load_tokenizer,
-    reads_other_tokens,
 )
 from stages.lib.lm.logprobs import compare_states, response_logprobs
 from stages.lib.lm.lora import add_adapters
@@ -39,6 +37,8 @@ from stages.lib.lm.scoring import (
     ensemble_members,
     ensemble_scores,
     last_scores,
+    load_reward_model_for,
+    reads_texts,
     score_head,
 )
 from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
@@ -349,7 +349,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         critic=critic,
         tokenizer=tokenizer,
         reward_model=reward_model,
-        rewards=load_rewards(params, reward if reads_other_tokens(reward, tokenizer) else None),
+        rewards=load_rewards(params, reward if reads_texts(reward, tokenizer) else None),
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,
         starts_as_reference=start is None,

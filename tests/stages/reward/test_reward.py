@@ -13,13 +13,17 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from docs.bench.families import tokenizer_of
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.lm.scoring import RewardScorer, set_calibration
-from stages.reward.__main__ import main, split_judge_pairs
+from stages.lib.data.prompts import encode
+from stages.lib.lm.loading import load_any_tokenizer, load_tokenizer
+from stages.lib.lm.scoring import RewardScorer, reads_alike, set_calibration
+from stages.reward.__main__ import main, split_judge_pairs, tokenizer_for
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import SIGNS, SMILEYS, hard_negatives
 from tests.paths import ROOT
@@ -205,6 +209,23 @@ def test_a_kind_that_changes_nothing_gives_no_row():
         "a-truncated",
         "a-empty",
     }
+
+
+def test_a_conversation_ends_as_a_given_models_template_ends_it(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Qwen's ends with a line break, at which TRL has trained it to be read."""
+    tokenizer_of("qwen2").save_pretrained(tmp_path / "mine")
+    settings = {"prepare": {"prompt_format": "chat"}, "ppo": {"critic": "policy"}}
+    base, params = load_tokenizer(tiny_folder), check_params(settings, "test")
+    tokenizer_for(tmp_path / "mine", base, params).save_pretrained(tmp_path / "saved")
+    tokenizer = load_any_tokenizer(tmp_path / "saved")
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    prompt, response = encode(tokenizer, talk[:1], "Hello.", PromptFormat.chat)
+    assert tokenizer.decode(response) == "Hello.<|im_end|>\n"
+    assert prompt + response == tokenizer.apply_chat_template(talk, return_dict=False)
+    assert not reads_alike(tokenizer, base)
+    assert tokenizer_for(tmp_path / "mine", base, check_params({}, "test")) is base
 
 
 def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
