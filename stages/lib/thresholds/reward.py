@@ -140,10 +140,10 @@ REWARD = (
         "distance to the model that PPO trains",
         "Distance of the reward model's weights from those of SFT, divided by the length of SFT's "
         "weights, without the heads. It is 0.004 in the default run. Models that share no "
-        "training have 1 or more. In 17 PPO runs, strong reward models of another "
-        "lineage gave worse policies than weaker ones of the policy's own lineage "
-        "(RewardBench 2, Malik et al. 2025). With ppo.critic: reward, the critic also starts from "
-        "these weights.",
+        "training have 1 or more. In 17 PPO runs, strong reward models of another lineage gave "
+        "worse policies than weaker ones of the policy's own (RewardBench 2, Malik et al. 2025). "
+        "With ppo.critic: reward, the critic also starts from these weights. Only a warning if "
+        "`reward.model` is set.",
         "it does not descend from the model that PPO trains",
         "Train it from this round's SFT model (reward.init_from: base, then `dvc repro --force "
         "reward@{round}`)",
