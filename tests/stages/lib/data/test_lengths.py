@@ -1,6 +1,6 @@
 """Training texts within max_length, on a tokenizer whose tokens are letters."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ class Letters:
 
     eos_token_id = EOS
     bos_token_id = None
+    init_kwargs = MappingProxyType({})
 
     def __call__(self, text: str, add_special_tokens: bool) -> Any:
         return SimpleNamespace(input_ids=[ord(letter) - 96 for letter in text])
