@@ -276,7 +276,6 @@ CHATS = {
     "lfm2": Chat("lfm2", "<|startoftext|>", "<|im_end|>"),
     "phi3": Chat("phi3", "<s>", "<|endoftext|>"),
     "cohere": Chat("cohere", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
-    "cohere2": Chat("cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     "glm4": Chat("glm4moe", "", "<|endoftext|>", thinks=True),
 }
 """Of the families whose template is in TRL."""
