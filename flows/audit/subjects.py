@@ -23,15 +23,16 @@ from stages.lib.core.progress import tracked
 from stages.lib.core.reading import parse_json
 from stages.lib.core.types import Prompt, ScoreFunction, TokenIds
 from stages.lib.core.user_functions import function_files, import_function
-from stages.lib.data.prompts import chat_template, encode, render_prompt
+from stages.lib.data.prompts import encode, render_prompt
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import PairwiseJudge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
-from stages.lib.lm.loading import load_any_tokenizer, load_config, load_sequence_classifier
+from stages.lib.lm.loading import load_config, load_sequence_classifier
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.responses import Response
+from stages.lib.lm.scoring import load_reading_tokenizer
 from stages.lib.lm.world import batches_by_tokens
 from stages.ppo.common.rewards import (
     TIMEOUT_SECONDS,
@@ -223,8 +224,8 @@ class Classifier:
             )
         self.model: Any = load_sequence_classifier(folder, params.model, new_head=False)
         self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
-        self.tokenizer: Any = load_any_tokenizer(folder)
         self.format = params.prepare.prompt_format
+        self.tokenizer: Any = load_reading_tokenizer(folder, self.format)
         if self.format is not PLAIN and not self.tokenizer.chat_template:
             raise BadInput(
                 f"{folder}: its tokenizer has no chat template, and the pairs are conversations: "
@@ -236,16 +237,8 @@ class Classifier:
         if not self.is_decoder:
             text = render_prompt(self.tokenizer, prompt, PLAIN)
             return list(self.tokenizer(text, response).input_ids)
-        if self.format is PLAIN:
-            prompt_ids, response_ids = encode(self.tokenizer, prompt, response, PLAIN)
-            return prompt_ids + response_ids
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        ids: TokenIds = self.tokenizer.apply_chat_template(
-            [*turns, {"role": "assistant", "content": response}],
-            chat_template=chat_template(self.tokenizer),
-            return_dict=False,
-        )
-        return ids
+        prompt_ids, response_ids = encode(self.tokenizer, prompt, response, self.format)
+        return prompt_ids + response_ids
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:

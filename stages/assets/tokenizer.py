@@ -38,11 +38,7 @@ def turn_end(tokenizer: Any) -> list[int]:
     """The token that follows an assistant's message in the chat template, if it is one that no text
     has: a special token, or one that was added to the vocabulary.
     """
-    try:
-        rendered: str = tokenizer.apply_chat_template(TALK, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
-        return []
-    _, turn, after = rendered.rpartition(TURN)
+    _, turn, after = rendered(tokenizer, TALK).rpartition(TURN)
     following = tokenizer(after.strip(), add_special_tokens=False).input_ids[:1] if turn else []
     added = [id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()]
     return [token for token in following if token in [*tokenizer.all_special_ids, *added]]
@@ -66,18 +62,24 @@ def begin_turns_as_the_template(tokenizer: Any) -> None:
     """Let the generation prompt end where the chat template begins the assistant's text: gpt-oss
     writes `<|channel|>final<|message|>` in between. Thoughts are the user's to set, by arguments.
     """
-    try:
-        talk: str = tokenizer.apply_chat_template(TALK, tokenize=False)
-        prompt: str = tokenizer.apply_chat_template(
-            TALK[:1], tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
-        return
-    between, _, _ = talk.removeprefix(prompt).partition(TURN)
-    if talk.startswith(prompt) and between and "think" not in between:
+    prompt = rendered(tokenizer, TALK[:1], add_generation_prompt=True)
+    before, _, _ = rendered(tokenizer, TALK).rpartition(TURN)
+    between = before.removeprefix(prompt)
+    if prompt and between != before and between and "think" not in between:
         surround(
             tokenizer, after=f"{{% if add_generation_prompt %}}{{{{ {between!r} }}}}{{% endif %}}"
         )
+
+
+def rendered(tokenizer: Any, talk: list[dict[str, str]], **options: bool) -> str:
+    """A conversation as the chat template writes it; empty if it cannot, which prepare reports if
+    the template is used.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(talk, tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError):
+        return ""
+    return text
 
 
 def set_template_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:

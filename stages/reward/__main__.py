@@ -28,7 +28,6 @@ from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_csv, write_
 from stages.lib.core.hub import model_folder
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm, Critic, Engine
-from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import NOT_MEASURED, MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
@@ -41,17 +40,11 @@ from stages.lib.data.lengths import (
     report_overlong,
     tokenize_fitting,
 )
-from stages.lib.data.prompts import (
-    RESPONSE_END,
-    check_template,
-    template_hash,
-    text_after_response,
-)
+from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import calibration_demonstrations, prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.loading import (
     MEMBERS,
-    load_any_tokenizer,
     load_sequence_classifier,
     load_tokenizer,
     resolve_dtype,
@@ -60,7 +53,13 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.lora import is_adapter
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.lm.scoring import calibrate_scores, reads_alike, reward_scores, set_calibration
+from stages.lib.lm.scoring import (
+    calibrate_scores,
+    load_reading_tokenizer,
+    reads_alike,
+    reward_scores,
+    set_calibration,
+)
 from stages.lib.metrics.preference_baselines import more_wins_accuracy, word_model
 from stages.lib.metrics.stats import calibration, interval_names, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
@@ -130,15 +129,7 @@ class RewardModelTrainer:
         return set_calibration(model, reward_scores(model, self.demonstration_ids()))
 
     def take(self, folder: Path) -> Any:
-        """A reward model that others made; returns it calibrated.
-
-        Raises:
-            BadInput: it is an ensemble or an adapter.
-        """
-        if is_adapter(folder):
-            raise BadInput(f"reward.model {folder}: an adapter: merge it")
-        if (folder / MEMBERS).exists():
-            raise BadInput(f"reward.model {folder}: an ensemble: name one member")
+        """A reward model that others made; returns it calibrated."""
         model = load_sequence_classifier(folder, self.params.model, new_head=False)
         return set_calibration(
             model,
@@ -240,15 +231,17 @@ def main(params: Params, round_: str) -> None:
 def tokenizer_for(
     folder: Path, tokenizer: PreTrainedTokenizerBase, params: Params
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that others made: that of assets.model, or its own. With it,
-    a conversation ends as in its chat template, as TRL and Skywork train.
+    """The tokenizer of a reward model that others made: that of assets.model, or its own.
 
     Raises:
-        BadInput: it has its own, and a setting needs that it reads the policy's tokens.
+        BadInput: the model is an adapter or an ensemble; or it has its own tokenizer, and a setting
+            needs that it reads the policy's tokens.
     """
-    own = load_any_tokenizer(folder)
-    if params.prepare.prompt_format is PromptFormat.chat and own.chat_template:
-        own.init_kwargs[RESPONSE_END] = text_after_response(own)
+    if is_adapter(folder):
+        raise BadInput(f"reward.model {folder}: an adapter: merge it")
+    if (folder / MEMBERS).exists():
+        raise BadInput(f"reward.model {folder}: an ensemble: name one member")
+    own = load_reading_tokenizer(folder, params.prepare.prompt_format)
     if reads_alike(own, tokenizer):
         return tokenizer
     ppo = params.ppo

@@ -34,8 +34,8 @@ PROBE = [
     {"role": "user", "content": "And\n3 + 3?"},
 ]
 OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*$")
-LAST_TURN = "It is 6, of course."
-RESPONSE_END = "response_end"
+LAST_TURN = {"role": "assistant", "content": "It is 6, of course."}
+RESPONSE_END = "response_end"  # in tokenizer_config.json: see `read_whole_conversations`
 # "Today" in chat templates that print the date, in every stage: else prompts would be other ones on
 # the next day. It is the day that Llama's templates print if they are not given one.
 DAY = datetime(2024, 7, 26)
@@ -80,7 +80,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
 
     With `plain`, a string is used as it is and messages become a transcript. With `chat`, a string
     becomes one user message, and the tokenizer's chat template renders messages up to the
-    assistant's turn.
+    assistant's turn, or to its text (`read_whole_conversations`).
 
     Raises:
         BadInput: the format is `chat` and the tokenizer has no chat template.
@@ -94,14 +94,23 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
             "set plain, or use an instruct model"
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if RESPONSE_END in tokenizer.init_kwargs:
+        return _rendered(tokenizer, [*messages, LAST_TURN]).rpartition(LAST_TURN["content"])[0]
+    return _rendered(tokenizer, messages, add_generation_prompt=True)
+
+
+def _rendered(
+    tokenizer: Any, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False
+) -> str:
     try:
         rendered: str = tokenizer.apply_chat_template(
             messages,
             chat_template=chat_template(tokenizer),
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
         )
     except (TemplateError, TypeError, ValueError) as error:
+        prompt = messages[0]["content"] if len(messages) == 1 else messages
         raise PromptRefused(
             f"prepare.prompt_format chat: the chat template of {tokenizer.name_or_path} cannot "
             f"render the prompt {prompt!s:.200}: {' '.join(str(error).split())}; change the "
@@ -146,21 +155,26 @@ def with_bos(tokenizer: Any, prompt_ids: list[int]) -> list[int]:
     )
 
 
-def text_after_response(tokenizer: Any) -> str:
-    """What the chat template writes after an assistant's text: `<|im_end|>` and a line break in
-    Qwen's.
+def read_whole_conversations(tokenizer: Any) -> None:
+    """Let prompt, response and its end be those of the conversation that the chat template writes,
+    as TRL and Skywork train reward models: Qwen's ends with `<|im_end|>` and a line break. It stays
+    so when the tokenizer is saved.
+
+    Raises:
+        BadInput: the chat template cannot render a conversation, or leaves the last turn out.
     """
-    talk = [*PROBE, {"role": "assistant", "content": LAST_TURN}]
-    rendered: str = tokenizer.apply_chat_template(
-        talk, chat_template=chat_template(tokenizer), tokenize=False
-    )
-    return rendered.rpartition(LAST_TURN)[2]
+    text = LAST_TURN["content"]
+    _, turn, end = _rendered(tokenizer, [*PROBE, LAST_TURN]).rpartition(text)
+    if not turn:
+        raise BadInput(
+            f"prepare.prompt_format chat: the chat template of {tokenizer.name_or_path} leaves out "
+            "the assistant's last turn; correct the template, or set plain"
+        )
+    tokenizer.init_kwargs[RESPONSE_END] = end
 
 
 def end_of_response(tokenizer: Any) -> TokenIds:
-    """The tokens after a response: EOS, or those of the text that a reward model was trained to
-    read there (RESPONSE_END in its tokenizer_config.json).
-    """
+    """The tokens after a response: EOS, or those of the end that `read_whole_conversations` set."""
     text = tokenizer.init_kwargs.get(RESPONSE_END)
     if text is None:
         return [tokenizer.eos_token_id]

@@ -18,17 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import is_placeholder
+from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
-from stages.lib.core.params.shared import ModelParams, Reduce
+from stages.lib.core.params.shared import ModelParams, PromptFormat, Reduce
 from stages.lib.core.types import Prompt, TokenIds
-from stages.lib.data.prompts import encode, end_of_response
+from stages.lib.data.prompts import encode, end_of_response, read_whole_conversations
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import (
-    check_vocabulary,
-    load_any_tokenizer,
-    load_reward_model,
-)
+from stages.lib.lm.loading import check_vocabulary, load_any_tokenizer, load_reward_model
 from stages.lib.lm.logprobs import compare_states
 from stages.lib.lm.packing import Packed, forward_layers, hidden_states, pack, unwrap_peft
 from stages.lib.lm.world import batches_by_tokens, in_step
@@ -162,6 +159,20 @@ def reward_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
     return ensemble_scores(model, lambda member: member_scores(member, sequences))
 
 
+def load_reading_tokenizer(path: Path, prompt_format: PromptFormat) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model. One that others trained reads whole conversations; one that
+    the reward stage wrote, which is calibrated, as that stage did.
+
+    Raises:
+        BadInput: it cannot be used.
+    """
+    tokenizer = load_any_tokenizer(path)
+    of_stage = {"mean", "std"} <= read_config(path).keys()
+    if prompt_format is PromptFormat.chat and tokenizer.chat_template and not of_stage:
+        read_whole_conversations(tokenizer)
+    return tokenizer
+
+
 def reads_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers give a response the same tokens, and end it with the same ones."""
     same_end = end_of_response(one) == end_of_response(other)
@@ -208,7 +219,8 @@ class RewardScorer:
     """
 
     def __init__(self, path: Path, params: Params) -> None:
-        self.tokenizer, self.params = load_any_tokenizer(path), params
+        self.params = params
+        self.tokenizer = load_reading_tokenizer(path, params.prepare.prompt_format)
         check_vocabulary(path, self.tokenizer)
         self.model = load_reward_model(path, params.model)
 

@@ -191,14 +191,21 @@ def test_a_models_scores_are_transformers_also_if_padding_is_eos(models, params)
     assert model(PROMPTS, RESPONSES) == pytest.approx(expected, abs=1e-5)
 
 
-def test_conversations_have_the_models_own_template(models, params) -> None:
+def test_conversations_have_the_models_own_template(models, params, tmp_path) -> None:
+    """To its end; one of Rondo's reward stage, which is calibrated, is read at EOS."""
     values = params.model_dump(mode="json")
     values["prepare"]["prompt_format"] = "chat"
-    model = Classifier(models / "reward", check_params(values, "test"))
+    chat = check_params(values, "test")
+    config = copied(models, tmp_path / "a", "score") / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({key: values[key] for key in values.keys() - {"mean", "std"}}))
+    model = Classifier(tmp_path / "a", chat)
     turns = [{"role": "user", "content": "Hi"}]
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     ids = model.tokenizer(text, add_special_tokens=False).input_ids
     assert model.encode(turns, "Hello") == ids
+    at_eos = model.tokenizer(text.removesuffix("\n"), add_special_tokens=False).input_ids
+    assert Classifier(models / "reward", chat).encode(turns, "Hello") == at_eos
 
 
 def test_a_model_without_a_template_is_not_given_conversations(models, params, tmp_path) -> None:

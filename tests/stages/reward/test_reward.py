@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,15 +14,15 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from docs.bench.families import tokenizer_of
+from docs.bench.families import CHATS, tokenizer_of
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.data.prompts import encode
-from stages.lib.lm.loading import load_any_tokenizer, load_tokenizer
+from stages.lib.data.prompts import chat_template, encode
+from stages.lib.lm.loading import MEMBERS, load_any_tokenizer, load_tokenizer
 from stages.lib.lm.scoring import RewardScorer, reads_alike, set_calibration
 from stages.reward.__main__ import main, split_judge_pairs, tokenizer_for
 from stages.reward.fit import fit, training_pairs
@@ -211,21 +212,70 @@ def test_a_kind_that_changes_nothing_gives_no_row():
     }
 
 
-def test_a_conversation_ends_as_a_given_models_template_ends_it(
-    tiny_folder: Path, tmp_path: Path
+CHAT = check_params({"prepare": {"prompt_format": "chat"}, "ppo": {"critic": "policy"}}, "test")
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+@pytest.fixture
+def write_tokenizer(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the folder `mine` of a reward model, with a family's tokenizer and no weights."""
+
+    def write(family: str, **config: float) -> Path:
+        folder = tmp_path / "mine"
+        tokenizer_of(family).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("family", CHATS)
+def test_a_given_model_reads_the_conversation_as_its_template_writes_it(
+    write_tokenizer: Callable[..., Path], tiny_folder: Path, family: str
 ) -> None:
-    """Qwen's ends with a line break, at which TRL has trained it to be read."""
-    tokenizer_of("qwen2").save_pretrained(tmp_path / "mine")
-    settings = {"prepare": {"prompt_format": "chat"}, "ppo": {"critic": "policy"}}
-    base, params = load_tokenizer(tiny_folder), check_params(settings, "test")
-    tokenizer_for(tmp_path / "mine", base, params).save_pretrained(tmp_path / "saved")
-    tokenizer = load_any_tokenizer(tmp_path / "saved")
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    prompt, response = encode(tokenizer, talk[:1], "Hello.", PromptFormat.chat)
-    assert tokenizer.decode(response) == "Hello.<|im_end|>\n"
-    assert prompt + response == tokenizer.apply_chat_template(talk, return_dict=False)
-    assert not reads_alike(tokenizer, base)
-    assert tokenizer_for(tmp_path / "mine", base, check_params({}, "test")) is base
+    """With its thoughts, and to its end: Qwen's ends with a line break, where TRL has trained it to
+    be read.
+    """
+    folder = write_tokenizer(family)
+    tokenizer_for(folder, load_tokenizer(tiny_folder), CHAT).save_pretrained(folder)
+    tokenizer = load_any_tokenizer(folder)
+    prompt, response = encode(tokenizer, TALK[:1], "Hello.", PromptFormat.chat)
+    template = chat_template(tokenizer)
+    whole = tokenizer.apply_chat_template(TALK, chat_template=template, return_dict=False)
+    assert prompt + response == whole
+
+
+def test_a_model_of_a_reward_stage_is_read_at_eos_as_it_was_trained(
+    write_tokenizer: Callable[..., Path], tiny_folder: Path
+) -> None:
+    base = load_tokenizer(tiny_folder)
+    assert not reads_alike(tokenizer_for(write_tokenizer("qwen2"), base, CHAT), base)
+    assert tokenizer_for(write_tokenizer("qwen2", mean=0.0, std=1.0), base, CHAT) is base
+    assert tokenizer_for(write_tokenizer("qwen2"), base, check_params({}, "test")) is base
+
+
+def test_a_template_without_the_assistants_text_is_refused(
+    write_tokenizer: Callable[..., Path], tiny_folder: Path
+) -> None:
+    for template, reason in (
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out"),
+        ("{{ raise_exception('no') }}", "cannot render"),
+    ):
+        folder = write_tokenizer("qwen2")
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(BadInput, match=reason):
+            tokenizer_for(folder, load_tokenizer(tiny_folder), CHAT)
+
+
+def test_an_adapter_or_an_ensemble_is_no_given_model(tmp_path: Path, tiny_folder: Path) -> None:
+    base = load_tokenizer(tiny_folder)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"reward\.model .*: an adapter: merge it"):
+        tokenizer_for(tmp_path, base, CHAT)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / MEMBERS).mkdir()
+    with pytest.raises(BadInput, match=r"reward\.model .*: an ensemble: name one member"):
+        tokenizer_for(tmp_path, base, CHAT)
 
 
 def test_a_given_reward_model_is_calibrated_and_measured_and_none_is_trained(
