@@ -254,6 +254,16 @@ def test_a_model_of_a_reward_stage_is_read_at_eos_as_it_was_trained(
     assert tokenizer_for(write_tokenizer("qwen2"), base, check_params({}, "test")) is base
 
 
+def test_a_reward_or_judge_of_others_reads_whole_conversations(make_round) -> None:
+    make_round("r0", 1.0)
+    config = Path("rounds/r0/reward/model/config.json")
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({key: values[key] for key in values.keys() - {"mean", "std"}}))
+    scorer = RewardScorer(config.parent, CHAT)
+    whole = scorer.tokenizer.apply_chat_template(TALK, return_dict=False)
+    assert scorer.encode([TALK[:1]], ["Hello."]) == [whole]
+
+
 def test_a_template_without_the_assistants_text_is_refused(
     write_tokenizer: Callable[..., Path], tiny_folder: Path
 ) -> None:
