@@ -159,13 +159,14 @@ def next_round(
         as_json: of --dry-run: print an object.
         isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
     """
-    from flows.commands.dry_run import dry_next_round
+    from flows.commands.dry_run import dry_run as dry_run_of
     from flows.commands.run import run_next_round
+    from flows.core.config import KEEP, one_more_round
 
     if as_json and not dry_run:
         raise BadInput("--json is of --dry-run: a run prints its progress")
     if dry_run:
-        return dry_next_round(settings or [], as_json)
+        return dry_run_of(KEEP, one_more_round(), settings or [], [], as_json)
     return run_next_round(settings or [], isolated)
 
 
@@ -512,7 +513,7 @@ def audit_reward(
         pairs: preference pairs that it was not trained on: a file, a folder, or a data set.
         split: of a folder or a data set.
         columns: NAME=COLUMN, e.g. prompt=question: a column of another name; may be repeated.
-        slice: a column whose values divide the pairs, for the accuracy of each part.
+        slices: a column whose values divide the pairs, for the accuracy of each part.
         judge: a second judge, likewise named, or `lexicon`: for endings and best-of-n.
         policy: a folder or a model of the hub that samples responses, for best-of-n.
         settings: SECTION.KEY=VALUE, e.g. gates.reward.accuracy=0.6: a threshold, or a value of

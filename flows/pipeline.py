@@ -60,7 +60,7 @@ from flows.orchestration.decisions import (
 from flows.report import page, run_pages, run_record, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import check_address, store_uri
-from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import progress, reporting
@@ -278,7 +278,7 @@ def pipeline(
         run_ref = provenance.RunRef(run, revision())
         tags = provenance.run_tags(run_ref, params, preset, isolated, home)
         settings_of_run = provenance.main_settings(params, preset)
-        tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
+        tracker = MlflowTracker(run, store_uri(home), home, tags, log, params.mlflow.upload)
         tracker.name, tracker.params = run_names.short_name(kind_of_run(home), run), settings_of_run
         tracker.begin()
         link_mlflow(tracker, names, log)
@@ -407,7 +407,7 @@ def close(
             ("Report", report),
         ]
         tracker.close(
-            outcomes.status(ended_with, remaining),
+            "FAILED" if remaining or ended_with.gates_failed else "FINISHED",
             {path.name: path.read_text("utf-8") for path in files},
             outcomes.tags(ended_with, names, locks, pages),
             outcomes.numbers(names, locks),

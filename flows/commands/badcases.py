@@ -15,10 +15,10 @@ from flows.core.git import person
 from flows.core.tables import fitted_text, print_json, terminal_width
 from flows.labelling.reports import keep
 from flows.report.badcases import PAGE, jury_outcome, origin
-from flows.report.texts import plain_prompt
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import load_params
 from stages.lib.core.validation import read_json_lines, validate_row
+from stages.lib.data.prompts import plain_prompt
 from stages.replay.badcases import (
     Badcase,
     Cause,

@@ -25,7 +25,7 @@ from flows.execution.worktree import folder_of_run
 from flows.orchestration import concurrency, outcomes
 from flows.pipeline import make_logger
 from flows.tracking.mlflow_store import check_address, store_uri
-from flows.tracking.mlflow_tracker import open_tracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import RondoError
@@ -102,7 +102,7 @@ def record(run: str, report: Path, home: Path, log: Callable[[str], None], meter
         meter: Measured the time of the evaluation.
     """
     name, now = run or metric_name(Path.cwd().name), milliseconds()
-    tracker = open_tracker(name, home, {}, log)
+    tracker = MlflowTracker(name, store_uri(home), home, {}, log)
     tags = {"revision": revision()}
     evaluation = read_checkpoint(name, report, tags, load_params().mlflow.upload)
     evaluation.started = evaluation.ended - round(meter.seconds * 1000)

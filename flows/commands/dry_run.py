@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.core.addresses import split_address
-from flows.core.config import KEEP, changes_of_params, one_more_round
+from flows.core.config import changes_of_params
 from flows.core.locks import read_locks
 from flows.core.tables import print_json
 from flows.execution import dvc_stages, needs
@@ -76,11 +76,6 @@ def engine_commands(params: Params, waiting: set[str]) -> list[str]:
             job = make_job(params, round_, work_dir(round_, "ppo") / "RUN")
             lines.append(f"ppo@{round_}: {shlex.join(job.words())}")
     return lines
-
-
-def dry_next_round(settings: list[str], as_json: bool = False) -> int:
-    """`dry_run` for `rondo next-round`."""
-    return dry_run(KEEP, one_more_round(), settings, [], as_json)
 
 
 def addresses_of(rounds: list[str]) -> list[str]:

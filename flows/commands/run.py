@@ -11,9 +11,9 @@ import shlex
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows.core import interrupts, services
 from flows.core.config import KEEP, one_more_round
@@ -25,9 +25,6 @@ from flows.execution.history import resolve_run
 from flows.execution.worktree import check_committed, folder_of_run
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
 from stages.lib.core.progress import progress, reporting
-
-if TYPE_CHECKING:
-    from prefect.client.schemas import State
 
 END_SECONDS = 8.0  # from a signal to the end of a run, at most
 
@@ -47,13 +44,8 @@ def run_rounds(
     resolve_run(preset, rounds, settings, rerun)
     if isolated:
         check_committed()
-
-    def start() -> "State[Any]":
-        from flows.pipeline import rlhf_pipeline
-
-        return rlhf_pipeline(preset, rounds or 0, settings, isolated, rerun, return_state=True)
-
-    return run_flow(start, isolated)
+    arguments = (preset, rounds or 0, settings, isolated, rerun)
+    return run_flow("rlhf_pipeline", *arguments, isolated=isolated)
 
 
 def continue_run(run: str) -> int:
@@ -66,13 +58,7 @@ def continue_run(run: str) -> int:
     folder_of_run(run, home)
     if is_alive(home, run):
         raise BadInput(f"run {run} has not ended: wait for its end, or stop it")
-
-    def start() -> "State[Any]":
-        from flows.pipeline import continued_run
-
-        return continued_run(run, return_state=True)
-
-    return run_flow(start)
+    return run_flow("continued_run", run)
 
 
 def run_next_round(settings: list[str], isolated: bool) -> int:
@@ -84,22 +70,17 @@ def run_next_round(settings: list[str], isolated: bool) -> int:
     resolve_run(KEEP, one_more_round(), settings)
     if isolated:
         check_committed()
-
-    def start() -> "State[Any]":
-        from flows.pipeline import next_round
-
-        return next_round(settings, isolated, return_state=True)
-
-    return run_flow(start, isolated)
+    return run_flow("next_round", settings, isolated, isolated=isolated)
 
 
-def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
+def run_flow(name: str, *arguments: Any, isolated: bool = False) -> int:
     """Run a flow in this process, and return the exit code.
 
     It uses the Prefect server of `rondo up` if that is running, else a temporary one.
 
     Args:
-        start: imports the flow and runs it to its final state.
+        name: of the flow in flows/pipeline.py.
+        arguments: of the flow.
         isolated: whether the flow creates an isolated run, which another command continues.
 
     Raises:
@@ -122,7 +103,8 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
         from flows.orchestration import outcomes, prefect_requests
 
         try:
-            state = start()
+            flow = getattr(import_module("flows.pipeline"), name)
+            state = flow(*arguments, return_state=True)
         except (TransportError, RuntimeError) as failure:
             # Prefect's client wraps the error of its first request
             cause = failure if isinstance(failure, TransportError) else failure.__cause__

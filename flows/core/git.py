@@ -10,13 +10,8 @@ RESULTS = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", "labels
 
 
 def person(by: str | None) -> str:
-    """Who decides: `by`, or else git's user."""
-    return (by or "").strip() or current_user()
-
-
-def current_user() -> str:
-    """The user to record: git's user.name, or the account name if it is not set."""
-    return _run("config", "user.name").stdout.strip() or getpass.getuser()
+    """Who decides: `by`, else git's user.name, else the name of the account."""
+    return (by or "").strip() or _run("config", "user.name").stdout.strip() or getpass.getuser()
 
 
 def revision() -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from stages.gate.approvals import Approval
-from stages.gate.verdict import decision_message, format_check, values_by_metric
+from stages.gate.verdict import decision_message, failed_checks, values_by_metric
 from stages.lib.core.files import REPORTS, read_object
 from stages.lib.core.params.gates import Policy
 from stages.lib.core.validation import check_type
@@ -69,12 +69,3 @@ def gate_message(round_: str, gate: str) -> str:
 def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
     """The values of the metrics that failed, for which a decision is valid."""
     return values_by_metric([check for check in verdict["checks"] if not check["passed"]])
-
-
-def failed_checks(verdict: dict[str, Any]) -> list[str]:
-    """One line per failed check: metric, value, threshold, fault, next step."""
-    return [
-        f"{format_check(check)}: {check['fault']}. {check['next_step']}"
-        for check in verdict["checks"]
-        if not check["passed"]
-    ]

@@ -150,7 +150,7 @@ def graph_and_changes(rounds: Collection[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
-    """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
+    """Those of `addresses` that are in `changed`, or that depend on one that is."""
     import networkx
 
     todo, graph = set(changed), graph.subgraph(addresses)  # ended rounds do not run

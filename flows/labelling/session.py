@@ -12,9 +12,9 @@ from flows.core.services import HOME
 from flows.labelling.reports import keep
 from flows.report import people
 from flows.report.people import Comparison, Label, Of, Verdict
-from flows.report.texts import plain_prompt
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Prompt
+from stages.lib.data.prompts import plain_prompt
 from stages.replay.badcases import Report
 
 CAUSES = ("wrong", "off topic", "repetitive", "cut off", "harmful", "style")

@@ -15,10 +15,11 @@ from pydantic import Field
 
 from flows.core.addresses import slug, split_address
 from flows.core.git import person
-from flows.core.verdicts import failed_checks, failed_values, read_gate
+from flows.core.verdicts import failed_values, read_gate
 from flows.orchestration import cards
 from stages.gate.approvals import Approval, check_reason, write_approval
 from stages.gate.thresholds import GATE_STAGES
+from stages.gate.verdict import failed_checks
 from stages.lib.core.ended_rounds import has_ended
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import json_hash

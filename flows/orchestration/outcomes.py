@@ -14,10 +14,10 @@ from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.locks import Locks
 from flows.core.services import LogLine
-from flows.core.verdicts import failed_checks, read_gate
+from flows.core.verdicts import read_gate
 from flows.report import diagnosis, round_files
-from flows.tracking.records import NOTE, Status
-from stages.gate.verdict import passed_or_approved
+from flows.tracking.records import NOTE
+from stages.gate.verdict import failed_checks, passed_or_approved
 from stages.lib.core.errors import GateFailed, RondoError
 
 GATE_FAILED = "GateFailed"  # a gate ended the run
@@ -98,11 +98,6 @@ def final_state(ended: Conclusion, error: GateFailed | None) -> State[Any]:
     if ended.gates_failed:
         return Failed(name=GATES_FAILED, message=ended.sentence)
     return Completed(message=ended.sentence)
-
-
-def status(ended: Conclusion, remaining: Sequence[str]) -> Status:
-    """The status of a run in MLflow; `remaining`: the stages that did not run."""
-    return "FAILED" if remaining or ended.gates_failed else "FINISHED"
 
 
 def tags(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.core.tables import format_number
-from flows.report.texts import plain_prompt
 from stages.lib.core.html import render_page
+from stages.lib.data.prompts import plain_prompt
 
 Labels = Mapping[str, tuple[str, Mapping[str, str]]]  # of filters by name, see `choices_of`
 

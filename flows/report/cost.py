@@ -57,7 +57,7 @@ def cost_rows(results: RoundResults) -> list[CostRow]:
     }
     generated = {"ppo": policy_tokens(results), "evaluate": evaluation_tokens(results)}
     # PPO's curves have the mean length of each update; without them it is that of one update
-    exact = "response_length" in results.curves["ppo"]
+    exact = "response_length" in results.curves
     rows = [
         CostRow("minutes", minutes),
         CostRow("tokens trained on", {"sft": sft_tokens(results)}, estimated=frozenset({"sft"})),
@@ -108,7 +108,7 @@ def policy_tokens(results: RoundResults) -> Amount:
     """Tokens of PPO's episodes, by the mean response length of all updates; without curves, by that
     of the updates around the selected policy.
     """
-    ppo, lengths = results.metrics["ppo"], results.curves["ppo"].get("response_length")
+    ppo, lengths = results.metrics["ppo"], results.curves.get("response_length")
     length = fmean(lengths) if lengths else ppo.get("response_length")
     return ppo["episodes"] * length if "episodes" in ppo and length is not None else None
 

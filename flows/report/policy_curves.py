@@ -70,7 +70,7 @@ def pictures(rounds: Sequence[tuple[RoundResults, Params]]) -> list[Chart]:
             Curve(results.name, series, *points, dots=series == VALIDATION)
             for results, _ in rounds
             for series, column in columns.items()
-            if (points := measured(results.curves["ppo"], column))
+            if (points := measured(results.curves, column))
         ]
         if not curves:
             continue
@@ -95,8 +95,7 @@ def round_bounds(results: RoundResults, columns: Collection[str], params: PpoPar
     return [
         Bound(results.name, bound_text(check), value)
         for check in HEALTH_CHECKS
-        if check.column in columns
-        and (value := bound(check, results.curves["ppo"], params)) is not None
+        if check.column in columns and (value := bound(check, results.curves, params)) is not None
     ]
 
 
@@ -119,7 +118,7 @@ def health_note(bounds: Collection[Bound]) -> str:
 def round_marks(results: RoundResults, columns: Collection[str], unit: str) -> list[Mark]:
     """The selected policy on the first of these columns that has its update, and findings."""
     values = {
-        column: dict(zip(*(measured(results.curves["ppo"], column) or ((), ())), strict=True))
+        column: dict(zip(*(measured(results.curves, column) or ((), ())), strict=True))
         for column in columns
     }
     selected = results.metrics["ppo"].get("policy_update")

@@ -44,15 +44,13 @@ class Verdict:
     """The result of a gate.
 
     subject: what the gate checks. passed: None if the gate was not reached. approved: passed, or a
-    person approved it. may_continue: also if its policy is `warn`. outcome: in words. measured_on:
-    how many texts, or empty. numbers: a few, failed ones first. checks: all as in its file, failed
-    ones first.
+    person approved it. outcome: in words. measured_on: how many texts, or empty. numbers: a few,
+    failed ones first. checks: all as in its file, failed ones first.
     """
 
     subject: str
     passed: bool | None
     approved: bool
-    may_continue: bool
     outcome: str
     measured_on: str = ""
     numbers: Sequence[Number] = ()
@@ -69,15 +67,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RoundResults:
-    """locks: the entries in dvc.lock of the stages that have results. provenance: the run that made
-    each stage, where it is recorded. samples: the best and the worst. sample_counts: `all`, those
-    that `lost` to SFT, and each `exploit` (flows/report/samples.py).
+    """curves: the columns of PPO's curves.csv. locks: the entries in dvc.lock of the stages that
+    have results. provenance: the run that made each stage, where it is recorded. samples: the best
+    and the worst. sample_counts: `all`, those that `lost` to SFT, and each `exploit`
+    (flows/report/samples.py).
     """
 
     name: str
     verdicts: Sequence[Verdict]
     metrics: Mapping[str, Mapping[str, Any]]
-    curves: Mapping[str, Mapping[str, Sequence[float]]]
+    curves: Mapping[str, Sequence[float]]
     samples: Sequence[EvaluationSample]
     sample_counts: Mapping[str, int]
     findings: Sequence[Metrics]
@@ -85,16 +84,6 @@ class RoundResults:
     versions: Mapping[str, str]
     locks: Mapping[str, Mapping[str, Any]]
     provenance: Mapping[str, StageProvenance]
-
-    @property
-    def reached(self) -> bool:
-        """All gates were reached."""
-        return all(verdict.passed is not None for verdict in self.verdicts)
-
-    @property
-    def failed(self) -> bool:
-        """A gate failed, and no person approved it."""
-        return any(verdict.passed is False and not verdict.approved for verdict in self.verdicts)
 
     def settings(self, stage: str) -> Mapping[str, Any]:
         """The values of params.yaml that the stage ran with."""
@@ -116,10 +105,7 @@ def read_round(name: str, locks: Locks) -> RoundResults:
         name=name,
         verdicts=[verdict_of(name, gate, results.get(gate), locks) for gate in GATES],
         metrics={stage: round_files.read_metrics(name, stage, locks) for stage in stages},
-        curves={
-            stage: columns(round_files.result_file(name, stage, "curves.csv", locks))
-            for stage in ("ppo", "evaluate")
-        },
+        curves=columns(round_files.result_file(name, "ppo", "curves.csv", locks)),
         samples=extreme_samples(samples),
         sample_counts={
             "all": len(samples),
@@ -140,14 +126,13 @@ def read_round(name: str, locks: Locks) -> RoundResults:
 
 def verdict_of(round_: str, gate: str, result: Metrics | None, locks: Locks) -> Verdict:
     if result is None:
-        return Verdict(GATES[gate], None, False, False, "not reached")
+        return Verdict(GATES[gate], None, False, "not reached")
     checks = sorted(result["checks"], key=lambda check: check["passed"])
     measured = [check for check in checks if check["value"] is not None or not check["passed"]]
     return Verdict(
         GATES[gate],
         result["passed"],
         passed_or_approved(result),
-        result["may_continue"],
         diagnosis.outcome(result),
         diagnosis.count_of(checks[-1], round_, locks).removeprefix(" on "),
         [number_of(check, round_, locks) for check in measured[:NUMBERS]],
@@ -195,10 +180,6 @@ class Badcases:
     counts: Mapping[str, Counter[str]]
     by_round: Mapping[str, int]
     examples: Mapping[str, Sequence[Badcase]]
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_round.values())
 
 
 def read_badcases(rounds: Sequence[str], locks: Locks) -> Badcases:

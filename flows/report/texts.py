@@ -3,17 +3,12 @@
 from typing import Any
 
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import transcript
+from stages.lib.data.prompts import plain_prompt
 
 
 def visible_text(text: Any) -> str:
     """A model's text with visible line breaks, and a word for a missing or an empty one."""
     return "no response" if text is None else str(text).replace("\n", " ↵ ") or "(empty)"
-
-
-def plain_prompt(prompt: Prompt) -> str:
-    """A prompt as one text; messages are a transcript."""
-    return prompt if isinstance(prompt, str) else transcript(prompt).strip()
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -479,7 +479,7 @@ def store_uri(home: Path) -> str:
 
 @contextmanager
 def registry(home: Path) -> Iterator[MlflowClient]:
-    """A client of the store that `open_tracker` sends records to.
+    """A client of the store that `MlflowTracker` sends records to.
 
     Raises:
         BadInput: tracking is switched off, or no run has been recorded.

@@ -434,14 +434,3 @@ class MlflowTracker:
 def _began(meter: Meter) -> int:
     """When the stage began to compute, in milliseconds since the epoch; now if it has not."""
     return milliseconds() if meter.began is None else int(meter.began * 1000)
-
-
-def open_tracker(
-    run: str,
-    home: Path,
-    tags: Mapping[str, str],
-    log: LogLine,
-    upload: Collection[Upload] = (),
-) -> MlflowTracker:
-    """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
-    return MlflowTracker(run, store_uri(home), home, tags, log, upload)

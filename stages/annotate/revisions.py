@@ -23,7 +23,8 @@ from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PromptRow, RevisedResponse, TrainingPrompt
 from stages.lib.core.types import Metrics
-from stages.lib.judging.chat import ChatClient, Messages, prompt_text
+from stages.lib.data.prompts import plain_prompt
+from stages.lib.judging.chat import ChatClient, Messages
 from stages.lib.judging.endpoint import EndpointJudge
 
 CRITIQUE, REVISION = "critique", "revision"
@@ -129,7 +130,7 @@ def revise(
         {"role": "system", "content": SYSTEM.format(relation=CONTINUES if continues else REPLIES)},
         _user(
             ASK_CRITIQUE.format(
-                prompt=prompt_text(row["prompt"]),
+                prompt=plain_prompt(row["prompt"]),
                 response=response.strip(),
                 principle=principle,
                 form=FORM.format(key=CRITIQUE),

@@ -24,7 +24,6 @@ from stages.battery.metrics import (
     lineage_distance,
     pair_agreement,
     pair_metrics,
-    scores_by_side,
     text_scores,
 )
 from stages.battery.probes import (
@@ -105,7 +104,8 @@ def try_reward_model(params: Params, round_: str) -> None:
     samples = sample_and_score(model, tokenizer, scorer, judge, rows, max(config.best_of), params)
     scores = {
         "demonstrations": demonstration_scores(demonstrations, scorer),
-        **scores_by_side(pair_scores),
+        "chosen": [chosen for chosen, _ in pair_scores],
+        "rejected": [rejected for _, rejected in pair_scores],
         "sft_samples": samples.scores,
     }
     metrics |= score_metrics(scores, samples)

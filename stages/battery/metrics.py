@@ -180,13 +180,6 @@ def mean_and_std(scores: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(scores), "std": pstdev(scores)}
 
 
-def scores_by_side(scores: PairScores) -> dict[str, list[float]]:
-    return {
-        "chosen": [chosen for chosen, _ in scores],
-        "rejected": [rejected for _, rejected in scores],
-    }
-
-
 def best_of_n(scores: Sequence[float], values: Sequence[float], n: int) -> float:
     """The expected value of the best by score of n of these N samples.
 

@@ -5,15 +5,17 @@ numbers that the person saw: if one of them changes, the gate asks again. The ch
 champion after a round (approvals/<round>/taken_back.json) is valid for the policy of that round.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from stages.lib.core.champion import ChampionRecord
-from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_object, remove_unfinished, write_json
+from stages.lib.core.validation import check_type
 
 APPROVALS = Path("approvals")
 RELATIVE_TOLERANCE = 1e-6  # a number may be rounded when it is written and read again
@@ -54,9 +56,7 @@ Decision = TypeVar("Decision", Approval, Rollback)
 
 
 def _same(a: float | None, b: float | None) -> bool:
-    return (
-        a == b if a is None or b is None else abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b))
-    )
+    return a == b if a is None or b is None else math.isclose(a, b, rel_tol=RELATIVE_TOLERANCE)
 
 
 def rollback_path(round_: str) -> Path:
@@ -98,12 +98,8 @@ def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
     if not path.exists():
         return None
     fix = f"delete the file and decide again: `{command}`"
-    values = read_object(path, fix)
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        problem = format_validation_errors(error)
-    raise BadInput(f"{path}: not a valid {kind.__name__.lower()} ({problem}); {fix}")
+    where = f"{path}: not a valid {kind.__name__.lower()}"
+    return check_type(kind, read_object(path, fix), where, fix)
 
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:

@@ -194,16 +194,21 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     if reason := verdict.get("not_judged"):
         print(f"[gate_{gate}@{round_}] not judged: {reason}", flush=True)
     if not verdict["may_continue"]:
-        failures = [
-            f"{format_check(check)}: {check['fault']}. {check['next_step']}"
-            for check in verdict["checks"]
-            if not check["passed"]
-        ]
-        raise GateFailed("; ".join([*failures, *filter(None, [decision_message(verdict)])]))
+        failures = [*failed_checks(verdict), *filter(None, [decision_message(verdict)])]
+        raise GateFailed("; ".join(failures))
     if approval := verdict["approval"]:
         by, reason = approval["by"], approval["reason"]
         print(f"[gate_{gate}@{round_}] approved by {by}: {reason}", flush=True)
     write_text(ok_file, "passed\n")
+
+
+def failed_checks(verdict: Mapping[str, Any]) -> list[str]:
+    """One line per failed check: metric, value, threshold, fault, next step."""
+    return [
+        f"{format_check(check)}: {check['fault']}. {check['next_step']}"
+        for check in verdict["checks"]
+        if not check["passed"]
+    ]
 
 
 def values_by_metric(failed: list[Check]) -> dict[str, float | None]:

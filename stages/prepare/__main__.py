@@ -41,7 +41,7 @@ from stages.lib.data.splits import (
     evaluation_hash,
     prompt_key,
 )
-from stages.lib.dedup.contamination import check_no_leaks, find_leaks, leaks_by_set
+from stages.lib.dedup.contamination import check_no_leaks, leaks_by_set
 from stages.prepare.audit import (
     ANOTHER_SPEAKER,
     BAD,
@@ -319,7 +319,7 @@ def merge_replay(
         "again; else remove the row",
     )
     held_out_rows = [row for name in held_out for row in held_out[name]]
-    leaks = find_leaks(rows, held_out_rows, similarity)
+    leaks = leaks_by_set({"replayed": rows}, held_out_rows, similarity)["replayed"]
     check_no_leaks(
         [(locations[leak.row], leak) for leak in leaks],
         f"run `{maker(folder)}` again, which drops such rows, or remove them",

@@ -8,13 +8,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NotRequired, TypedDict, final
+from typing import Any, NotRequired, final
+
+from typing_extensions import TypedDict
 
 from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import Prompt, Row
-from stages.lib.data.prompts import transcript
+from stages.lib.data.prompts import as_text, transcript
 from stages.lib.metrics.text import words
 from stages.prepare.turns import Defect, Messages, Tie, Turns, parse, parse_dialogue
 
@@ -182,10 +184,6 @@ def has_text(value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, str | dict) for item in value)
     return isinstance(value, str) and bool(value.strip())
-
-
-def as_text(value: Turns) -> str:
-    return value if isinstance(value, str) else transcript(value)
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -357,7 +355,7 @@ def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
 
 def source_texts(row: HasPrompt) -> Iterator[str]:
     """The texts of a row: prompt, then responses."""
-    yield row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
+    yield as_text(row["prompt"])
     yield from responses_of(row)
 
 

@@ -5,14 +5,15 @@ Imports no heavy library, so that `rondo run` can check the names before it star
 
 import ast
 import importlib
+import math
 import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import SupportsFloat
 
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.numbers import is_finite
 from stages.lib.core.types import ScoreFunction
 
 
@@ -170,3 +171,17 @@ def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:
             f"{who}: one finite number for each of {responses} responses expected, "
             f"got {numbers!r:.200}"
         )
+
+
+def is_finite(number: SupportsFloat) -> bool:
+    """Whether a float can hold the number, and it is neither NaN nor infinite.
+
+    `math.isfinite` fails for an integer of more than 308 digits, which JSON can have.
+
+    >>> is_finite(1), is_finite(math.nan), is_finite(10**400)
+    (True, False, False)
+    """
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False

@@ -91,7 +91,7 @@ def read_json_as(kind: type[Value], path: Path, made_by: str | None = None) -> V
     return check_type(kind, read_json(path, made_by), str(path), fix)
 
 
-def check_type(kind: type[Value], value: Any, where: str, fix: str) -> Value:
+def check_type(kind: type[Value], value: Any, where: str, fix: str, strict: bool = False) -> Value:
     """The value as a `kind`.
 
     Args:
@@ -99,12 +99,13 @@ def check_type(kind: type[Value], value: Any, where: str, fix: str) -> Value:
         value: of a file.
         where: the file, for the error message.
         fix: the next step for the user, for the error message.
+        strict: whether "1" is no number, and true is none.
 
     Raises:
-        BadInput: it has another type; names the key.
+        BadInput: it has another type, or a key is missing; names the key.
     """
     try:
-        checked: Value = _adapter(cast(Any, kind)).validate_python(value)
+        checked: Value = _adapter(cast(Any, kind)).validate_python(value, strict=strict or None)
     except ValidationError as error:
         raise BadInput(f"{where}: {format_validation_errors(error)}; {fix}") from None
     return checked

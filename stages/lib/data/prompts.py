@@ -65,6 +65,16 @@ def transcript(messages: list[dict[str, str]]) -> str:
     )
 
 
+def as_text(prompt: Prompt) -> str:
+    """A prompt as one text; messages are a transcript."""
+    return prompt if isinstance(prompt, str) else transcript(prompt)
+
+
+def plain_prompt(prompt: Prompt) -> str:
+    """A prompt as people and language models are shown it: a transcript begins with its role."""
+    return prompt if isinstance(prompt, str) else transcript(prompt).strip()
+
+
 def whole_texts(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[str]:
     """What a judge of texts reads: a string prompt with the response that continues it. Of a
     conversation only the response, because the prompt is another speaker's text.
@@ -87,7 +97,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
         PromptRefused: the chat template raises an error, e.g. since it has no system turn.
     """
     if prompt_format is PromptFormat.plain:
-        return prompt if isinstance(prompt, str) else transcript(prompt)
+        return as_text(prompt)
     if not tokenizer.chat_template:
         raise BadInput(
             f"prepare.prompt_format chat: {tokenizer.name_or_path} has no chat template; "

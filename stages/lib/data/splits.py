@@ -16,7 +16,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.rows import Demonstration, HasPrompt, PromptRow, read_rows
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import transcript
+from stages.lib.data.prompts import as_text
 
 # Names of the sets by kind: demonstrations, preference pairs, prompts
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
@@ -55,8 +55,7 @@ def hold_out(groups: Iterable[str], share: float, seed: int) -> set[str]:
 
 def prompt_key(prompt: Prompt) -> str:
     """The prompt as one line of text, with case and white space normalised."""
-    text = prompt if isinstance(prompt, str) else transcript(prompt)
-    return " ".join(text.casefold().split())
+    return " ".join(as_text(prompt).casefold().split())
 
 
 class PromptIndex:

@@ -22,7 +22,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import PromptRow, responses_of
 from stages.lib.core.types import ROLES
-from stages.lib.data.prompts import transcript
+from stages.lib.data.prompts import as_text
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,
     concatenate,
@@ -105,7 +105,7 @@ def pools(rows: Sequence[PromptRow], words: WordIds) -> tuple[TextPool, TextPool
     for index, row in enumerate(tracked("words", rows, len(rows))):
         spans.of_row.append([])
         wholes.of_row.append([])
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
+        prompt = as_text(row["prompt"])
         prompt_numbers = numbers(prompt)
         prompt_words = words_of(prompt_numbers)
         spans.add((prompt,), prompt_words, index)
@@ -125,23 +125,23 @@ def pools(rows: Sequence[PromptRow], words: WordIds) -> tuple[TextPool, TextPool
     return spans, wholes
 
 
-def find_leaks(
-    train: Sequence[PromptRow], held_out: Sequence[PromptRow], similarity: float
-) -> list[Leak]:
+def leaks_by_set(
+    sets: Mapping[str, Sequence[PromptRow]], held_out: Sequence[PromptRow], similarity: float
+) -> dict[str, list[Leak]]:
     """Find the training rows that leak text of a held-out row.
 
+    Texts of TRAIN_ROWS rows of each set are in memory at once. Rows at about the same place in
+    several sets often have texts in common, which are read once.
+
     Args:
-        train: training rows with `prompt`, and with `completion`, or with `chosen` and `rejected`.
+        sets: training rows with `prompt`, and with `completion`, or with `chosen` and `rejected`.
         held_out: held-out rows, in the same format.
         similarity: Jaccard similarity of word 3-grams above which two texts are near duplicates
             (prepare.near_duplicate), 0..1.
 
     Returns:
-        One leak per leaking training row, in the order of `train`, with the first held-out row that
-        it shares text with. A shared run is preferred to a near duplicate.
-
-    Raises:
-        KeyError: a row has no `prompt`.
+        By set, one leak per leaking row (its index in the set), with the first held-out row that it
+        shares text with. A shared run is preferred to a near duplicate.
 
     Example:
         >>> held_out = [{"prompt": "Tell me a tale.", "completion": " " + "once upon a time " * 4}]
@@ -149,23 +149,9 @@ def find_leaks(
         ...     {"prompt": "Hello", "completion": " there"},
         ...     {"prompt": "Write.", "completion": " Well, " + "once upon a time " * 4},
         ... ]
-        >>> [leak] = find_leaks(train, held_out, similarity=0.9)
+        >>> [leak] = leaks_by_set({"train": train}, held_out, similarity=0.9)["train"]
         >>> leak.row, leak.shared
         (1, 'once upon a time once upon a time once upon a time once')
-    """
-    return leaks_by_set({"train": train}, held_out, similarity)["train"]
-
-
-def leaks_by_set(
-    sets: Mapping[str, Sequence[PromptRow]], held_out: Sequence[PromptRow], similarity: float
-) -> dict[str, list[Leak]]:
-    """`find_leaks` for several training sets at once.
-
-    Texts of TRAIN_ROWS rows of each set are in memory at once. Rows at about the same place in
-    several sets often have texts in common, which are read once.
-
-    Returns:
-        By set, its leaks; `row` is an index into that set.
     """
     searched, leaks = HeldOutTexts(held_out, similarity), {name: list[Leak]() for name in sets}
     for start in range(0, max(map(len, sets.values()), default=0), TRAIN_ROWS):
@@ -187,7 +173,7 @@ class HeldOutTexts:
 
     Args:
         rows: held-out rows.
-        similarity: see `find_leaks`.
+        similarity: see `leaks_by_set`.
     """
 
     def __init__(self, rows: Sequence[PromptRow], similarity: float) -> None:
@@ -204,7 +190,7 @@ class HeldOutTexts:
         self.all_grams = HashSet(concatenate(self.grams))
 
     def leaks(self, train: Sequence[PromptRow]) -> list[Leak]:
-        """The leaks of training rows, as `find_leaks` returns them."""
+        """The leaks of training rows, as `leaks_by_set` returns them."""
         spans, wholes = pools(train, self.words)
         shared = self.shared_runs(spans.texts)
         duplicates = dict(self.near_duplicates(wholes.texts))

@@ -30,8 +30,7 @@ from stages.lib.core.judge_answers import ANSWERS, name_cache
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.progress import progress
 from stages.lib.core.project_limits import read_api_key
-from stages.lib.core.types import Metrics, Prompt
-from stages.lib.data.prompts import transcript
+from stages.lib.core.types import Metrics
 
 WAIT_SECONDS = 60  # for a lock that another process holds to write
 
@@ -407,8 +406,3 @@ class ChatClient:
             f"({reason}); start the server, or, if it is slow or overloaded, raise {key}.timeout "
             f"or lower {key}.concurrency, and run the stage again: the answers so far are kept"
         ) from None
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as it is shown to a language model: messages as a transcript."""
-    return prompt if isinstance(prompt, str) else transcript(prompt).strip()

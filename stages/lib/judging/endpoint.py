@@ -10,7 +10,8 @@ from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.reading import parse_json
 from stages.lib.core.types import Metrics, Prompt
-from stages.lib.judging.chat import ChatClient, Messages, prompt_text
+from stages.lib.data.prompts import plain_prompt
+from stages.lib.judging.chat import ChatClient, Messages
 from stages.lib.judging.pairwise import Comparison, Preference, Verdict
 
 Rubric = str | Mapping[str, str]  # what makes a response better: overall, or per dimension
@@ -143,7 +144,7 @@ class EndpointJudge:
             {
                 "role": "user",
                 "content": QUESTION.format(
-                    prompt=prompt_text(comparison.prompt), a=comparison.a, b=comparison.b
+                    prompt=plain_prompt(comparison.prompt), a=comparison.a, b=comparison.b
                 ),
             },
         ]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.lib.core.heap import trim_heap
 from stages.lib.core.progress import Pass, progress
+from stages.lib.core.ram import trim_heap
 from stages.lib.core.types import TokenIds
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens

@@ -24,7 +24,6 @@ from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
-from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import cores, is_launched, local_rank
 from stages.lib.core.model_folders import (
     CONFIG,
@@ -36,6 +35,7 @@ from stages.lib.core.model_folders import (
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
+from stages.lib.core.ram import trim_heap
 from stages.lib.lm import world
 from stages.lib.lm.lora import is_adapter, load_adapters
 

@@ -31,9 +31,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import RUN_AGAIN, is_launched
 from stages.lib.core.progress import progress
+from stages.lib.core.ram import trim_heap
 from stages.lib.lm.packing import find_layers
 
 # Tokens per forward pass without gradients, padding included, on a CPU and on other devices.

@@ -24,10 +24,10 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from stages.lib.core.files import is_placeholder
-from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import hide_processes
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.progress import Pass, progress
+from stages.lib.core.ram import trim_heap
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import TokenIds
 from stages.lib.lm import world

@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stages.lib.core.params.policy import OfflineParams
-from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.training.trl_setup import completion_trainer, trainer_arguments
-from stages.ppo.alternatives.callback import PolicyCallback
+from stages.lib.training.trl_setup import completion_trainer
+from stages.ppo.alternatives.callback import PolicyCallback, offline_arguments
 from stages.ppo.alternatives.stage import TrainedPolicy, TrainingContext
 
 LOGGED = {name: name for name in ("loss", "grad_norm", "learning_rate")}
@@ -49,15 +47,8 @@ def train(context: TrainingContext) -> PolicyCallback:
     model = add_adapters(context.sft, params.ppo.lora, "CAUSAL_LM")
     callback = BestOfNCallback(context, LOGGED)
     callback.begin(model)
-    train_params = TrainParams(
-        **params.best_of_n.model_dump(include=set(OfflineParams.model_fields)),
-        max_steps=params.ppo.max_steps,
-        gradient_checkpointing=params.ppo.gradient_checkpointing,
-        max_length=params.prepare.max_prompt_tokens + params.ppo.response_length,
-    )
-    arguments = trainer_arguments(
-        train_params, params.model, params.seed, context.work, continues=False
-    )
+    max_length = params.prepare.max_prompt_tokens + params.ppo.response_length
+    arguments = offline_arguments(context, params.best_of_n, max_length)
     chosen = callback.prompts, callback.responses
     callback.train(completion_trainer(model, context.tokenizer, chosen, arguments, callback))
     return callback

@@ -8,10 +8,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from stages.lib.core.errors import Diverged
+from stages.lib.core.params.policy import OfflineParams
+from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
-from stages.lib.training.trl_setup import SharedTraining, run_trainer
+from stages.lib.training.trl_setup import SharedTraining, run_trainer, trainer_arguments
 from stages.ppo.alternatives.stage import PolicyRun, TrainingContext
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
@@ -123,3 +125,19 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         load_trainable(self.trained_policy.policy, state.pop("weights"))
         self.initial_rows = state["initial_rows"]
         self.resume_log(self.updates, state.pop("selector"))
+
+
+def offline_arguments(
+    context: TrainingContext, section: OfflineParams, max_length: int
+) -> dict[str, Any]:
+    """Arguments of TRL's trainer for an algorithm that trains on texts of at most `max_length`
+    tokens.
+    """
+    params = context.params
+    train = TrainParams(
+        **section.model_dump(include=set(OfflineParams.model_fields)),
+        max_steps=params.ppo.max_steps,
+        gradient_checkpointing=params.ppo.gradient_checkpointing,
+        max_length=max_length,
+    )
+    return trainer_arguments(train, params.model, params.seed, context.work, continues=False)

@@ -11,8 +11,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
-from stages.lib.core.params.policy import DpoLoss, OfflineParams
-from stages.lib.core.params.shared import TrainParams
+from stages.lib.core.params.policy import DpoLoss
 from stages.lib.core.progress import print_line, progress
 from stages.lib.core.rows import SIDES, PreferencePair, read_rows
 from stages.lib.core.types import TokenIds
@@ -20,8 +19,8 @@ from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm import world
 from stages.lib.lm.lora import lora_config
-from stages.lib.training.trl_setup import ROWS, SharedTraining, trainer_arguments
-from stages.ppo.alternatives.callback import PolicyCallback
+from stages.lib.training.trl_setup import ROWS, SharedTraining
+from stages.ppo.alternatives.callback import PolicyCallback, offline_arguments
 from stages.ppo.alternatives.stage import TrainingContext
 
 NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
@@ -90,15 +89,7 @@ def make_trainer(
 ) -> SharedDpoTrainer:
     """TRL's trainer on pairs from `tokenise_pairs`."""
     params, dpo, lora = context.params, context.params.dpo, context.params.ppo.lora
-    train_params = TrainParams(
-        **dpo.model_dump(include=set(OfflineParams.model_fields)),
-        max_steps=params.ppo.max_steps,
-        gradient_checkpointing=params.ppo.gradient_checkpointing,
-        max_length=params.reward.max_length,
-    )
-    arguments = trainer_arguments(
-        train_params, params.model, params.seed, context.work, continues=False
-    )
+    arguments = offline_arguments(context, dpo, params.reward.max_length)
     with progress("preparing the training"):
         return SharedDpoTrainer(
             model=context.sft,

@@ -30,14 +30,13 @@ from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
 from stages.lib.core.files import ASSETS, file_hash
 from stages.lib.core.hub import model_folder
-from stages.lib.core.numbers import is_finite
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
 from stages.lib.core.progress import tracked
 from stages.lib.core.reading import parse_json
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import Prompt, StateDict
-from stages.lib.core.user_functions import import_function
+from stages.lib.core.user_functions import import_function, is_finite
 from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_tokenizer
@@ -395,10 +394,6 @@ class Rewards:
 
     sources: Mapping[str, RewardFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
-
-    def __call__(self, inputs: RewardInputs) -> RewardResults:
-        """The results of all rewards; raises what the function from `start` raises."""
-        return self.start(inputs)()
 
     def start(self, inputs: RewardInputs) -> Callable[[], RewardResults]:
         """Send the requests to servers, which work while the caller runs its models.

@@ -16,8 +16,8 @@ from flows.core.locks import read_lock
 from flows.core.services import Servers
 from flows.execution import dvc_stages
 from flows.execution.meter import Meter
-from flows.tracking.mlflow_store import MlflowStore
-from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker, recorded, send_all
+from flows.tracking.mlflow_store import MlflowStore, store_uri
+from flows.tracking.mlflow_tracker import MlflowTracker, recorded, send_all
 from flows.tracking.records import (
     HEALTH,
     Checkpoint,
@@ -298,7 +298,7 @@ def test_steps_and_their_times(folder: Path) -> None:
 
 def test_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
-    tracker = open_tracker("off", folder / ".rondo", {}, pytest.fail)
+    tracker = MlflowTracker("off", store_uri(folder), folder / ".rondo", {}, pytest.fail)
     tracker.begin()
     tracker.start("sft@r0", Meter())
     tracker.finish("ran")

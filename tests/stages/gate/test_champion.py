@@ -152,7 +152,7 @@ def test_a_file_that_is_no_rollback() -> None:
     write_text(rollback_path("r0"), json.dumps(rollback))
     main(params_of("block"), "r0")
     message = (
-        r"approvals/r0/taken_back.json: not a valid rollback \(policy.*`rondo promote --rollback`"
+        r"approvals/r0/taken_back.json: not a valid rollback: policy.*`rondo promote --rollback`"
     )
     with pytest.raises(BadInput, match=message):
         main(params_of("block"), "r1")

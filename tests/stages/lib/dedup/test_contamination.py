@@ -5,7 +5,7 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Prompt, Row
 from stages.lib.dedup import contamination
-from stages.lib.dedup.contamination import Leak, check_no_leaks, find_leaks, leaks_by_set
+from stages.lib.dedup.contamination import Leak, check_no_leaks, leaks_by_set
 from stages.lib.dedup.shingles import batches
 
 TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly brew tea in a tower"
@@ -17,10 +17,9 @@ def row(name: str, prompt: Prompt, completion: str) -> Row:
 
 
 def leaks_in(train: Row, *held_out: Row, similarity: float = 0.9) -> list[tuple[str, str]]:
-    return [
-        (leak.held_out["id"], leak.shared)
-        for leak in find_leaks([row("other", "Hello", " there"), train], held_out, similarity)
-    ]
+    sets = {"train": [row("other", "Hello", " there"), train]}
+    leaks = leaks_by_set(sets, held_out, similarity)["train"]
+    return [(leak.held_out["id"], leak.shared) for leak in leaks]
 
 
 def test_thirteen_words_in_a_row_leak_and_twelve_do_not() -> None:
@@ -183,7 +182,7 @@ def test_the_refusal_names_each_row_once() -> None:
         [row("e.jsonl:3", "Q", f" {TEXT}")],
         [row("t.jsonl:8", "R", f" {TEXT}"), {"id": "t.jsonl:8", "prompt": TEXT}],
     )
-    leaks = find_leaks(train, held_out, 0.9)
+    leaks = leaks_by_set({"train": train}, held_out, 0.9)["train"]
     assert [leak.row for leak in leaks] == [0, 1]
     with pytest.raises(
         BadInput,

@@ -291,4 +291,4 @@ def test_functions_run_in_the_main_thread():
 
     rewards = Rewards({"mine": FunctionReward(in_main_thread, "key")}, {"mine": 1.0})
     inputs = RewardInputs([PROMPTS[0][0]], [Response([1], [2], "5", ended=True)])
-    assert rewards(inputs).parts == {"mine": [1.0]}
+    assert rewards.start(inputs)().parts == {"mine": [1.0]}
