@@ -42,7 +42,7 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
     monkeypatch.syspath_prepend(tmp_path)
     params = with_rewards(params, {"name": "short", "function": "my_taste:short", "weight": 0.5})
     rewards = load_rewards(params)
-    assert rewards(INPUTS).by_name == {"short": [-1.0, -1.9]}
+    assert rewards.start(INPUTS)().by_name == {"short": [-1.0, -1.9]}
     assert rewards.weights == {"short": 0.5}
 
 
@@ -69,14 +69,14 @@ def test_a_result_that_is_not_one_number_per_response_is_a_failure(
     (tmp_path / f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     rewards = load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))
-    assert rewards(INPUTS).by_name == {"mine": [FailedReward(reason)] * 2}
+    assert rewards.start(INPUTS)().by_name == {"mine": [FailedReward(reason)] * 2}
 
 
 def test_another_reward_model(make_round):
     params = make_round("r0", 1.0)
     folder = Path("rounds/r0/reward/model")
     rewards = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))
-    scores = rewards(INPUTS).by_name["second"]
+    scores = rewards.start(INPUTS)().by_name["second"]
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt, response, score in zip(PROMPTS, RESPONSES, scores, strict=True):
@@ -95,7 +95,7 @@ def server():
 
 def test_a_reward_model_over_http(server, make_round):
     rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": server.url}))
-    assert rewards(INPUTS).by_name == {"far": [17.0, 28.0]}
+    assert rewards.start(INPUTS)().by_name == {"far": [17.0, 28.0]}
     assert server.requests == [
         {
             "query": ["The day was good.", "The night was long and dark."],
@@ -114,7 +114,7 @@ def test_a_server_gets_texts_that_begin_with_bos(server, make_round, bos_tokeniz
     params = with_rewards(make_round("r0", 1.0), {"name": "far", "url": server.url})
     Path("assets/model").unlink()  # a link to the model of all tests
     bos_tokenizer.save_pretrained("assets/model")
-    load_rewards(params)(INPUTS)
+    load_rewards(params).start(INPUTS)()
     assert server.requests[0]["query"][0] == "<|begin|>The day was good."
 
 
