@@ -35,9 +35,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests st
 os.environ.setdefault("DVC_NO_ANALYTICS", "true")
 # A runner in the background, e.g. of `nohup`, ignores these signals, and so would the programs that
 # tests start and then send them to.
-for signal_number in (signal.SIGINT, signal.SIGHUP):
+# DVC restores only a handler of SIGINT that is true, which SIG_DFL is not.
+HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+for signal_number, handler in HANDLERS.items():
     if signal.getsignal(signal_number) == signal.SIG_IGN:
-        signal.signal(signal_number, signal.SIG_DFL)
+        signal.signal(signal_number, handler)
 
 MAKE_TABLES = """
 import pathlib, sys
