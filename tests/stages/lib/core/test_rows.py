@@ -25,3 +25,10 @@ def test_a_row_without_a_required_key_is_named(tmp_path: Path) -> None:
         BadInput, match=r"pairs\.jsonl: row 2: rejected: Field required; run `make it`"
     ):
         read_rows(PreferencePair, path, "make it")
+
+
+def test_a_number_as_text_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, [PAIR | {"margin": "2.0"}])
+    with pytest.raises(BadInput, match=r"row 1: margin: Input should be a valid number"):
+        read_rows(PreferencePair, path, "make it")
