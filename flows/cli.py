@@ -159,14 +159,14 @@ def next_round(
         as_json: of --dry-run: print an object.
         isolated: work in a new git worktree, and commit the results to the branch runs/RUN.
     """
-    from flows.commands.dry_run import dry_run as dry_run_of
+    from flows.commands import dry_run as trial
     from flows.commands.run import run_next_round
     from flows.core.config import KEEP, one_more_round
 
     if as_json and not dry_run:
         raise BadInput("--json is of --dry-run: a run prints its progress")
     if dry_run:
-        return dry_run_of(KEEP, one_more_round(), settings or [], [], as_json)
+        return trial.dry_run(KEEP, one_more_round(), settings or [], [], as_json)
     return run_next_round(settings or [], isolated)
 
 

@@ -11,7 +11,6 @@ import shlex
 import socket
 import sys
 import traceback
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +99,11 @@ def run_flow(name: str, *arguments: Any, isolated: bool = False) -> int:
             start_temporary_server(HOME.resolve())
         from httpx import HTTPError, TransportError
 
+        from flows import pipeline
         from flows.orchestration import outcomes, prefect_requests
 
         try:
-            flow = getattr(import_module("flows.pipeline"), name)
-            state = flow(*arguments, return_state=True)
+            state = getattr(pipeline, name)(*arguments, return_state=True)
         except (TransportError, RuntimeError) as failure:
             # Prefect's client wraps the error of its first request
             cause = failure if isinstance(failure, TransportError) else failure.__cause__

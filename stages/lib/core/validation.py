@@ -91,7 +91,9 @@ def read_json_as(kind: type[Value], path: Path, made_by: str | None = None) -> V
     return check_type(kind, read_json(path, made_by), str(path), fix)
 
 
-def check_type(kind: type[Value], value: Any, where: str, fix: str, strict: bool = False) -> Value:
+def check_type(
+    kind: type[Value], value: Any, where: str, fix: str, strict: bool | None = None
+) -> Value:
     """The value as a `kind`.
 
     Args:
@@ -99,13 +101,13 @@ def check_type(kind: type[Value], value: Any, where: str, fix: str, strict: bool
         value: of a file.
         where: the file, for the error message.
         fix: the next step for the user, for the error message.
-        strict: whether "1" is no number, and true is none.
+        strict: whether "1" is no number, and true is none; None: as the type has it.
 
     Raises:
         BadInput: it has another type, or a key is missing; names the key.
     """
     try:
-        checked: Value = _adapter(cast(Any, kind)).validate_python(value, strict=strict or None)
+        checked: Value = _adapter(cast(Any, kind)).validate_python(value, strict=strict)
     except ValidationError as error:
         raise BadInput(f"{where}: {format_validation_errors(error)}; {fix}") from None
     return checked
