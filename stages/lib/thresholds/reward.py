@@ -169,6 +169,22 @@ REWARD = (
         description="Largest expected calibration error of sigmoid(|margin|).",
     ),
     Threshold(
+        "reward.reload_max_difference",
+        "<=",
+        "reload",
+        "scores that change when the model is loaded",
+        "Largest difference between the scores of the trained model and those of the same model "
+        "loaded from its files by a new process. A difference means a lost or rounded head, or "
+        "another tokenizer; equal weights in equal batches give equal bits. The reward stage "
+        "itself stops above 0.001.",
+        "the saved reward model gives other scores than the trained one: do not use it",
+        "Run `dvc repro --force reward@{round}`. If the difference remains, look for its cause "
+        "in rounds/{round}/reward/model (config.json, missing weights)",
+        default=0.001,
+        ge=0,
+        description="Largest difference of raw scores between the trained and the saved model.",
+    ),
+    Threshold(
         "battery.centre",
         "within",
         "centre",

@@ -40,6 +40,7 @@ REWARD = {
     "baseline_longest": 0.47,
     "baseline_tfidf": 0.82,
     "ece": 0.04,
+    "reload_max_difference": 0.0,
 }
 BATTERY = {
     "judge_accuracy_low": 0.7,
@@ -136,6 +137,7 @@ FAILING = [
     ("reward.accuracy - reward.baseline_longest", "reward.baseline_longest", 0.9),
     ("reward.accuracy - reward.baseline_tfidf", "reward.baseline_tfidf", 0.89),
     ("reward.ece", None, 0.2),
+    ("reward.reload_max_difference", None, 0.1),
     ("battery.judge_accuracy_low", None, 0.5),
     ("battery.judge_lead", None, -0.11),
     ("battery.worst_slice", None, 0.6),
