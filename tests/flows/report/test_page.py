@@ -178,7 +178,9 @@ def test_a_clone_shows_the_committed_run_as_a_record(project: Path) -> None:
         copy.parent.mkdir(parents=True)
         shutil.copy(path, copy)
     html = Page(page.write(["r0", "r1"], current_locks()).read_text())
-    assert "0.864 [0.818, 0.906]" in html.words and "not reached" not in html.words
+    committed = json.loads((ROOT / "rounds/r0/evaluate/metrics.json").read_text())
+    rate, low, high = (committed[f"win_rate{end}"] for end in ("", "_low", "_high"))
+    assert f"{rate:.3f} [{low:.3f}, {high:.3f}]" in html.words and "not reached" not in html.words
     assert "None yet." not in html.words and "Their texts are not in this folder." in html.words
     assert any("This is a record" in words for words in html.words)
     assert html.pictures.count("Accuracy by kind of pair") == 1
