@@ -145,17 +145,23 @@ def write(params: Params, ended: Collection[str]) -> list[str]:
 
 def _check_model(params: Params, round_: str) -> None:
     """A new base model has no use for adapters of another one."""
-    own = (
-        load_params(settings_path(round_))
-        if has_ended(round_)
-        else check_params(_settings(round_), round_)
-    )
+    own = load_params(settings_path(round_)) if has_ended(round_) else _past_params(round_)
     if own.assets.model != params.assets.model:
         raise BadInput(
             f"assets.model is {params.assets.model}, but {round_} has ended with "
             f"{own.assets.model}: `rondo run --rerun {ALL}` runs all rounds again, with the new "
             "model"
         )
+
+
+def _past_params(round_: str) -> Params:
+    try:
+        return check_params(_settings(round_), "dvc.lock")
+    except BadInput as error:
+        raise BadInput(
+            f"{round_} has run with settings that this version does not take ({error}): "
+            f"`rondo run --rerun {round_}` runs it again, with those of {PARAMS_FILE}"
+        ) from None
 
 
 def _settings(round_: str) -> dict[str, Any]:

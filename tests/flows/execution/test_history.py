@@ -129,6 +129,11 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     assert to_end(None, preset="tiny") == [] and to_end(None, config.ALL) == []
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
         run("assets.model=embedded", number=2)
+    locked = Path("dvc.lock").read_text()
+    Path("dvc.lock").write_text(locked.replace("learning_rate:", "rate_of_an_older_version:"))
+    with pytest.raises(BadInput, match=r"r0 has run with .* \(dvc.lock: .*--rerun r0"):
+        run(number=2)
+    Path("dvc.lock").write_text(locked)
     assert not settings_path("r0").exists()
     assert of_round(run()) == set() and ended_names() == {"r0"}
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
