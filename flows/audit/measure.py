@@ -168,12 +168,12 @@ class Audit:
         return metrics
 
     def repeat_difference(self, pairs: Sequence[PreferencePair], scores: PairScores) -> float:
-        """How much the answers differ if the first pairs are asked anew, in another order and so in
-        other batches: the largest difference of scores, in standard deviations of all scores; of a
-        judge that only compares, the share of other verdicts.
+        """How much the answers differ if the first pairs are asked anew, without the others and so
+        in other batches: the largest difference of scores, in standard deviations of all scores; of
+        a judge that only compares, the share of other verdicts.
         """
         with tempfile.TemporaryDirectory() as folder:
-            again = compare(self.subject.judge(Path(folder)), pairs[:REPEATED][::-1])[::-1]
+            again = compare(self.subject.judge(Path(folder)), pairs[:REPEATED])
         differences = [
             abs(old - new)
             for before, after in zip(scores, again, strict=False)

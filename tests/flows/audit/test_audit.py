@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def swapped(prompts, texts):
 
 def longest(prompts, texts):
     return [float(len(text)) for text in texts]
+
+def shortest(prompts, texts):
+    return [-float(len(text)) for text in texts]
 
 def fond_of_bangs(prompts, texts):
     return [score + 9.0 * text.endswith("!") for score, text in zip(right(prompts, texts), texts)]
@@ -280,6 +284,25 @@ def test_a_model_is_audited_and_by_itself_has_no_lead(models, params) -> None:
     assert lines["battery.judge_lead"]["value"] == 0.0
     # by itself, the best of two by score is better
     assert lines["battery.best_of_n.rise_low"]["outcome"] == PASSED
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_second_judge_of_the_opposite_opinion_loses_by_the_best_of_n(
+    compares: bool, models, chat_server
+) -> None:
+    def prefers_the_shorter(body: dict[str, list[dict[str, str]]]) -> str:
+        text = body["messages"][-1]["content"]
+        a, b = (re.findall(rf"<response_{x}>(.*)</response_{x}>", text, re.S)[0] for x in "AB")
+        return json.dumps({"preference": "A" if len(a) < len(b) else "B"})
+
+    chat_server.answer = prefers_the_shorter
+    judge = chat_server.url if compares else "functions:shortest"
+    rubric = ("--set=annotate.endpoint.model=judge", "--set=annotate.endpoint.rubric=Shorter.")
+    few = ("--set=battery.pairs=5", "--set=battery.prompts=8", "--set=battery.best_of=[1,4]")
+    policy = ("--policy", str(models / "assets/model"), "--set=ppo.response_length=4")
+    _, lines = audit("functions:longest", "--judge", judge, *policy, *rubric, *few)
+    assert lines["battery.best_of_n.rise_low"]["outcome"] == FAILED
 
 
 def test_a_servers_scores_are_those_of_its_model(serve, params) -> None:
