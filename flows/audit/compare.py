@@ -304,13 +304,13 @@ def chat_completion(
         content = http_session.read_body(reply, timeout)
         reply.raise_for_status()
         choice = parse_json(content)["choices"][0]
-        text, ended = choice["message"]["content"] or "", choice.get("finish_reason") != "length"
+        text = str(choice["message"]["content"] or "")
     except (requests.RequestException, ValueError, LookupError, TypeError) as error:
         raise RondoError(
             f"{url}: no chat completion of {model}: {error!r:.300}; start its server, or raise "
             "--set annotate.endpoint.timeout"
         ) from None
-    return Response([], [], str(text), ended=ended)
+    return Response([], [], text, ended=True)
 
 
 def identities(contest: Contest) -> Mapping[str, str]:

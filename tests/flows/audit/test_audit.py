@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import BertProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -223,6 +224,8 @@ def test_a_model_without_a_template_is_not_given_conversations(models, params, t
 
 def test_an_encoder_reads_prompt_and_response_as_a_pair(models, params, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models / "reward")
+    tokenizer.chat_template, eos = None, (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = BertProcessing(eos, eos)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),

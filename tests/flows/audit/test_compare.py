@@ -1,6 +1,7 @@
 """Comparisons of small models, files and servers whose outcome is known."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def test_the_second_file_wins_where_its_texts_are_better(capsys) -> None:
 
 @pytest.fixture
 def adapters(folder, tiny_folder) -> tuple[str, str]:
-    """A small and a large change of the tiny model."""
-    for name, factor in (("near", 0.1), ("far", 0.3)):
+    """A small and a large change of the tiny model, and `back`, the opposite of the large one."""
+    for name, factor in (("near", 0.1), ("far", 0.3), ("back", -0.3)):
         torch.manual_seed(0)
         model = load_causal_lm(tiny_folder, Params().model)
         write_adapter(model, folder / name, 0)
@@ -101,6 +102,39 @@ def test_kl_is_that_of_the_distributions_and_a_model_ties_with_itself(
     assert equal["win_rate"] == pytest.approx(0.5, abs=0.1)
     same = compare(far, far, f"--reference={base}", "--max-prompts=3")["B_against_A"]
     assert (same["win_rate"], same["win_rate_low"], same["prompts_needed"]) == (0.5, 0.5, None)
+
+
+@pytest.fixture
+def by_letters(folder, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A judge that hardly ever ties."""
+    monkeypatch.syspath_prepend(folder)
+    Path("letters.py").write_text(
+        "def score(prompts, texts):\n    return [sum(map(ord, t)) % 97.0 for t in texts]"
+    )
+    return "letters:score"
+
+
+def test_equal_kl_has_the_sides_of_the_whole_and_each_pass_its_own_numbers(
+    adapters, by_letters, tiny_folder
+) -> None:
+    """Opposite changes have nearly the same KL, so scaling changes few of the outcomes."""
+    metrics = compare("far", "back", f"--reference={tiny_folder}", f"--judge={by_letters}")
+    direct, equal = (metrics[name]["win_rate"] for name in ("B_against_A", "equal_kl"))
+    assert 0.5 != direct == pytest.approx(equal, abs=abs(direct - 0.5) / 2)
+    outcomes = metrics["B_against_A"]["outcomes"]
+    assert outcomes[: len(PROMPTS)] != outcomes[len(PROMPTS) :]
+
+
+def test_a_model_of_other_tokens_has_no_kl(folder, tiny_folder) -> None:
+    shutil.copytree(tiny_folder, "other")
+    path = Path("other/tokenizer.json")
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    metrics = compare(str(tiny_folder), "other", f"--reference={tiny_folder}", "--max-prompts=2")
+    assert (metrics["A"]["kl"], metrics["B"]["kl"]) == (0.0, None)
+    assert "models with its tokens" in metrics["equal_kl"]["not_measured"]
 
 
 def test_the_kl_of_a_model_is_that_of_transformers_logits(folder, tiny_folder) -> None:
