@@ -15,7 +15,7 @@ help:
 	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
-	@echo "make test-engines        engines, stages on Ray             make test-stores  S3 and PostgreSQL"
+	@echo "make test-engines        engines, Ray, vLLM                  make test-stores  S3 and PostgreSQL"
 	@echo "make test-faults         kills, full disks, bad input      make mutants     changes of the code that tests must see"
 	@echo "make clean               caches and tool files; no results, no .venv"
 
@@ -45,9 +45,9 @@ test-faults: setup
 mutants: setup
 	sh tests/mutants.sh $(ARGS)
 
-# Ray in an environment of its own, in .rondo/engines (once; a minute)
+# Ray and vLLM in environments of their own, in .rondo/engines (once; 3 GB)
 test-engines: setup
-	sh tests/on_ray.sh $(ARGS)
+	sh tests/on_engines.sh $(ARGS)
 
 # moto's S3 and the extra `stores` in environments of their own, in .rondo/stores; PostgreSQL is Debian's
 test-stores: setup

