@@ -59,17 +59,16 @@ def longer_is_better(rows: list[PreferencePair]) -> list[PreferencePair]:
     return [row for row in rows if len(row["chosen"]) > len(row["rejected"])] + swapped(others)
 
 
-def train(relabel: Relabel, folder: Path, seed: int | None = None) -> None:
-    """A reward model as the reward stage trains it, on other pairs; the seed is params.yaml's."""
+def train(relabel: Relabel, folder: Path, number: int = 0) -> None:
+    """A reward model as the reward stage trains it, on other pairs; `number` changes the seed."""
     params = load_params()
-    seed = params.seed if seed is None else seed
     setup_torch(params)
     tokenizer = load_tokenizer(ASSETS / "model")
     people = calibration_demonstrations(ROUND, params.seed)
     trainer = RewardModelTrainer(params, tokenizer, people, MetricLogger("reward", ROUND))
     rows = relabel(read_rows(PreferencePair, training_pairs()))
     rows += make_hard_negatives(rows, params)
-    save_model(trainer.train(rows, SFT, False, seed), tokenizer, folder)
+    save_model(trainer.train(rows, SFT, False, params.seed + number), tokenizer, folder)
 
 
 def training_pairs() -> Path:

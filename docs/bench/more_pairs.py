@@ -1,6 +1,6 @@
 """What more pairs, or an ensemble, would give: best-of-16 by reward models of fewer and all pairs.
 
-    python docs/bench/more_pairs.py --set seed=1    # after `make run`; prints a Markdown table
+    python docs/bench/more_pairs.py    # after `make run`; prints a Markdown table
 
 Each reward model is trained as the reward stage does, on a quarter, half or all of round r0's
 pairs, or three times on all of them (an ensemble: the mean of the scores). All choose among the
@@ -9,23 +9,22 @@ log n - (n - 1) / n nats, so the gains compare at equal KL. A judge that chooses
 is the most that a reward model could give by it. Intervals are 95%, over prompts.
 """
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from audit_models import ROUND, SFT, train
 
-from flows.core.config import resolve
-from stages.battery.best_of_n import ScoredSamples, sample_and_score
+from stages.battery.metrics import best_of_n
 from stages.lib.core.files import stage_dir
+from stages.lib.core.params import load_params
 from stages.lib.core.rows import PreferencePair, TrainingPrompt, read_rows
 from stages.lib.data.splits import dedupe_prompts, shuffled
-from stages.lib.judging.loading import base_model, load_judge, load_primary_judge
+from stages.lib.judging.loading import base_model, load_judge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.responses import responder
 from stages.lib.lm.scoring import RewardScorer
-from stages.lib.metrics.stats import paired_bootstrap
+from stages.lib.metrics.stats import Interval, mean, paired_bootstrap
 
 MODELS = Path(".rondo/more_pairs")
 PROMPTS, N = 192, 16
@@ -38,49 +37,49 @@ def first(share: float, rows: list[PreferencePair]) -> list[PreferencePair]:
     return shuffled(rows, 0)[: round(share * len(rows))]
 
 
-def rises(
-    samples: ScoredSamples, scores: Sequence[float], values: Sequence[float]
-) -> list[list[float]]:
-    """For each prompt the value of the sample with the highest score, above the samples' mean."""
-    chooser = replace(samples, scores=list(scores))
-    best, single = chooser.best_of(N, values), chooser.best_of(1, values)
-    return [[b - a] for a, b in zip(single, best, strict=True)]
+def gain(scores: Sequence[float], values: Sequence[float], resamples: int) -> Interval:
+    """How much higher the value of a prompt's sample with the highest score is than their mean.
+
+    Args:
+        scores, values: by what is chosen and what it gives, N per prompt, those of a prompt adjoin.
+    """
+    rises = []
+    for start in range(0, len(scores), N):
+        of_prompt = slice(start, start + N)
+        best = best_of_n(scores[of_prompt], values[of_prompt], N)
+        rises.append([best - mean(values[of_prompt])])
+    return paired_bootstrap(rises, resamples, 0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    params = resolve("keep", None, parser.parse_args().set)
+    params = load_params()
     setup_torch(params)
-    for seed, (name, share) in enumerate(SHARES.items()):
+    for number, (name, share) in enumerate(SHARES.items()):
         if not (MODELS / name).exists():
-            train(partial(first, share), MODELS / name, params.seed + seed)
+            train(partial(first, share), MODELS / name, number)
 
     rows = read_rows(TrainingPrompt, stage_dir(ROUND, "prepare") / "data/prompts_train.jsonl")
-    tokenizer, model = load_tokenizer(SFT), load_causal_lm(SFT, params.model)
-    scorer = RewardScorer(MODELS / "all", params)
-    primary = load_primary_judge(params, ROUND)
     chosen = shuffled(dedupe_prompts(rows), params.seed)[:PROMPTS]
-    samples = sample_and_score(model, tokenizer, scorer, primary, chosen, N, params)
-    prompts = [prompt for prompt in samples.prompts for _ in range(N)]
+    prompts = [row["prompt"] for row in chosen for _ in range(N)]
+    respond = responder(params, load_tokenizer(SFT))
+    responses = respond(load_causal_lm(SFT, params.model), prompts, params.seed)
+    texts = [response.text for response in responses]
+    base = base_model(params)
     values = {
-        name: load_judge(name, params, ROUND, base_model(params)).scores(prompts, samples.texts)
-        or []
-        for name in JUDGES
+        name: load_judge(name, params, ROUND, base).scores(prompts, texts) or [] for name in JUDGES
     }
-    scores = {name: RewardScorer(MODELS / name, params)(prompts, samples.texts) for name in SHARES}
+    scores = {name: RewardScorer(MODELS / name, params)(prompts, texts) for name in SHARES}
     members = zip(*(scores[name] for name in ENSEMBLE), strict=True)
-    scores["ensemble of the three"] = [sum(of_one) / len(ENSEMBLE) for of_one in members]
+    scores["ensemble of the three"] = [mean(of_text) for of_text in members]
 
     print(f"| chosen by | {' | '.join(f'{name}: gain | share of its most' for name in JUDGES)} |")
     print("|---" * (1 + 2 * len(JUDGES)) + "|")
+    most = {name: gain(values[name], values[name], 1)[0] for name in JUDGES}
     for name, by in {**scores, **values}.items():
         cells = []
         for judge in JUDGES:
-            most, *_ = paired_bootstrap(rises(samples, values[judge], values[judge]), 1, 0)
-            gain = rises(samples, by, values[judge])
-            rise, low, high = paired_bootstrap(gain, params.evaluate.bootstrap_resamples, 0)
-            cells.append(f"{rise:.3f} [{low:.3f}, {high:.3f}] | {rise / most:.2f}")
+            rise, low, high = gain(by, values[judge], params.evaluate.bootstrap_resamples)
+            cells.append(f"{rise:.3f} [{low:.3f}, {high:.3f}] | {rise / most[judge]:.2f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
