@@ -179,9 +179,13 @@ class Contest:
 
     def from_elsewhere(self, named: str) -> list[list[Response]]:
         """Responses that a file has or a server gives; their tokens are not known."""
-        if "://" not in named:
+        if "://" in named:
+            texts = self.from_server(named)
+        else:
             texts = read_responses(named, self.prompts, self.samples)
-            return [[Response([], [], text, ended=True) for text in one] for one in texts]
+        return [[Response([], [], text, ended=True) for text in one] for one in texts]
+
+    def from_server(self, named: str) -> list[list[str]]:
         url, model = urldefrag(named)
         if not url.rstrip("/").endswith(CHAT) or not model:
             raise BadInput(f"{named}: expected http://HOST{CHAT}#MODEL, a chat completions server")
@@ -284,7 +288,7 @@ def same_shapes(model: torch.nn.Module, base: torch.nn.Module) -> bool:
 
 def chat_completion(
     session: requests.Session, url: str, model: str, params: Params, prompt: Prompt, number: int
-) -> Response:
+) -> str:
     """The answer of a chat completions server, sampled as our own models are.
 
     Raises:
@@ -304,13 +308,12 @@ def chat_completion(
         content = http_session.read_body(reply, timeout)
         reply.raise_for_status()
         choice = parse_json(content)["choices"][0]
-        text = str(choice["message"]["content"] or "")
+        return str(choice["message"]["content"] or "")
     except (requests.RequestException, ValueError, LookupError, TypeError) as error:
         raise RondoError(
             f"{url}: no chat completion of {model}: {error!r:.300}; start its server, or raise "
             "--set annotate.endpoint.timeout"
         ) from None
-    return Response([], [], text, ended=True)
 
 
 def identities(contest: Contest) -> Mapping[str, str]:
